@@ -1,0 +1,5 @@
+"""``python -m flashd``."""
+
+from flashd.cli.main import main
+
+main()

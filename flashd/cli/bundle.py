@@ -1,0 +1,75 @@
+"""``flashd convert``, ``inspect`` and ``verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flashd.cli.daemon import JsonOption
+from flashd.cli.render import ByteProgress, fail, human_bytes, print_json, table
+from flashd.errors import ConfigError
+from flashd.types import DTYPES
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="GGUF file, or directory of a Hugging Face checkpoint.")],
+    dest: Annotated[Path, typer.Argument(help="Bundle directory to make.")],
+    dtype: Annotated[str, typer.Option(help="f32, f16, bf16; auto keeps the checkpoint's own.")] = "auto",
+    store: Annotated[str, typer.Option(help="FFN rows in one raw file, or in zarr chunks.")] = "file",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="tokenizer.json to use instead of the source's.", show_default=False)
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a bundle from a model. Interrupted conversions go on where they stopped."""
+    from flashd.tools.convert import ConvertOptions
+    from flashd.tools.convert import convert as run
+
+    for name, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("store", store, ("file", "zarr"))):
+        if value not in known:
+            raise ConfigError(f"--{name} is {value!r}, expected one of: {', '.join(known)}")
+    options = ConvertOptions(dtype=dtype, store=store, overwrite=overwrite, tokenizer=tokenizer)  # type: ignore[arg-type]  # checked above
+    with ByteProgress() as progress:
+        manifest = run(source, dest, options, progress)
+    total = sum(entry.size_bytes for entry in manifest.files)
+    if as_json:
+        print_json({"bundle": str(dest), "bytes": total, "dtype": manifest.dtype, "store": manifest.store})
+    else:
+        print(f"{dest}: {manifest.model.family}, {manifest.dtype}, {human_bytes(total)}")
+        print(f"serve it with: flashd start --model {dest}")
+
+
+def inspect(
+    directory: Annotated[Path, typer.Argument(help="Bundle directory.")], as_json: JsonOption = False
+) -> None:
+    """Show what a bundle holds and how much RAM it needs."""
+    from dataclasses import asdict
+
+    from flashd.tools.inspect import inspect as run
+
+    report = run(directory)
+    if as_json:
+        print_json(asdict(report))
+        return
+    table(("", directory.name), report.rows())
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(help="Bundle directory.")], as_json: JsonOption = False
+) -> None:
+    """Check every checksum of a bundle; exit code 1 if anything is damaged."""
+    from dataclasses import asdict
+
+    from flashd.tools.verify import verify as run
+
+    with ByteProgress() as progress:
+        report = run(directory, progress)
+    if as_json:
+        print_json(asdict(report))
+    if report.problems:
+        fail("; ".join(report.problems))
+    if not as_json:
+        print(f"{directory}: all checksums right ({human_bytes(report.checked_bytes)})")

@@ -1,0 +1,161 @@
+"""Settings: resolved once, frozen, and the only file that reads the environment.
+
+Order of precedence: flag, ``FLASHD_*`` environment variable, TOML file, default. The TOML file is
+``$FLASHD_CONFIG``, else ``$XDG_CONFIG_HOME/flashd/config.toml`` when it exists.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from flashd.errors import ConfigError
+
+BACKENDS = ("auto", "direct", "buffered", "memory")
+KV_DTYPES = ("f16", "f32")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_BATCH = 16  # the kernels' limit: one step reads each weight once for so many sequences
+ENV_PREFIX = "FLASHD_"
+
+
+@dataclass(frozen=True)
+class DaemonConfig:
+    """Everything ``flashd start`` can be told.
+
+    Attributes:
+        model: bundle directory.
+        socket: path of the Unix socket; empty means the default one.
+        name: model id that ``/v1/models`` shows; empty means the directory's name.
+        backend: how the FFN rows are read: ``auto``, ``direct``, ``buffered`` or ``memory``.
+        kv_dtype: element type of the KV cache.
+        max_sessions: sequences decoded together (1..16).
+        max_queue: requests that may wait; more are answered 429.
+        threads: kernel threads; 0 means all cores that the process may use.
+        drain_ms: how long running answers may go on after SIGTERM.
+        log_level: debug, info, warning or error.
+    """
+
+    model: str
+    socket: str = ""
+    name: str = ""
+    backend: str = "auto"
+    kv_dtype: str = "f16"
+    max_sessions: int = 4
+    max_queue: int = 64
+    threads: int = 0
+    drain_ms: int = 1000
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
+        _one_of("log_level", self.log_level, LOG_LEVELS)
+        _between("max_sessions", self.max_sessions, 1, MAX_BATCH)
+        _between("max_queue", self.max_queue, 0, 100_000)
+        _between("threads", self.threads, 0, 1024)
+        _between("drain_ms", self.drain_ms, 0, 3_600_000)
+
+    @property
+    def model_dir(self) -> Path:
+        """The bundle directory as an absolute path."""
+        return Path(self.model).expanduser().absolute()
+
+    @property
+    def socket_path(self) -> Path:
+        """The Unix socket as an absolute path."""
+        return Path(self.socket).expanduser().absolute() if self.socket else default_socket()
+
+    @property
+    def served_name(self) -> str:
+        """Model id in the API."""
+        return self.name or self.model_dir.name
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ConfigError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
+
+
+def _between(name: str, value: int, low: int, high: int) -> None:
+    if not low <= value <= high:
+        raise ConfigError(f"{name} is {value}, expected {low} to {high}")
+
+
+def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> DaemonConfig:
+    """Merge flags, environment and TOML file into one frozen configuration.
+
+    Args:
+        flags: values given on the command line; ``None`` means not given.
+        environ: the environment; the process's own by default.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type or out of range, or no model.
+    """
+    environ = os.environ if environ is None else environ
+    known = {item.name: item.type for item in fields(DaemonConfig)}
+    values: dict[str, Any] = {}
+    for key, value in _toml(environ).items():
+        if key not in known:
+            raise ConfigError(f"unknown key {key!r} in the TOML file; known: {', '.join(known)}")
+        values[key] = _typed(key, value, known[key])
+    for key, kind in known.items():
+        text = environ.get(ENV_PREFIX + key.upper())
+        if text:
+            values[key] = _typed(key, text, kind)
+    values.update({key: value for key, value in flags.items() if value is not None})
+    if not values.get("model"):
+        raise ConfigError("no model: give --model DIR (a directory made by `flashd convert`)")
+    return DaemonConfig(**values)
+
+
+def _typed(key: str, value: Any, kind: Any) -> Any:
+    if kind != "int":
+        return str(value)
+    try:
+        return int(value)
+    except ValueError as exc:
+        raise ConfigError(f"{key} is {value!r}, expected a whole number") from exc
+
+
+def _toml(environ: Mapping[str, str]) -> dict[str, Any]:
+    explicit = environ.get("FLASHD_CONFIG")
+    base = environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    path = Path(explicit) if explicit else Path(base) / "flashd" / "config.toml"
+    if not explicit and not path.is_file():
+        return {}
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"{path}: cannot read the configuration: {exc}") from exc
+
+
+def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Directory of sockets and state of this user's daemons; made with mode 0700 if missing.
+
+    ``$XDG_RUNTIME_DIR/flashd``, or a directory of this user's in ``/tmp`` where there is none.
+
+    Raises:
+        ConfigError: it exists but belongs to somebody else, or others may write to it.
+    """
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_RUNTIME_DIR")
+    path = Path(base) / "flashd" if base else Path(f"/tmp/flashd-{os.getuid()}")
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        info = path.lstat()
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot make the runtime directory ({exc}); give --socket PATH") from exc
+    if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
+        raise ConfigError(f"{path}: not a private directory of this user; remove it or set XDG_RUNTIME_DIR")
+    return path
+
+
+def default_socket() -> Path:
+    """Where the daemon listens and clients look when nobody says otherwise."""
+    given = os.environ.get("FLASHD_SOCKET")
+    return Path(given).expanduser().absolute() if given else runtime_dir() / "flashd.sock"

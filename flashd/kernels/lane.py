@@ -1,0 +1,125 @@
+"""The compute lane: one worker thread on which all kernels run, in order of submission.
+
+The kernels use all cores inside one call, so more than one lane would only make them compete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from queue import SimpleQueue
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from flashd.stats import LaneStats
+
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+
+
+class _Job(NamedTuple):
+    call: Callable[[], Any]
+    memory: bool
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[Any]
+
+
+class ComputeLane:
+    """Runs calls one after the other on its thread; counts what they cost.
+
+    Attributes:
+        stats: nanoseconds by kind of work; written by the lane's thread only.
+    """
+
+    def __init__(self) -> None:
+        self.stats = LaneStats()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._closed = False
+        # A daemon thread does not hold up the interpreter's exit, and the exit hook ends it while
+        # it can still be ended: a thread caught inside a kernel later would abort the process.
+        self._thread = threading.Thread(target=self._work, name="flashd-lane", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    async def run(
+        self,
+        fn: Callable[..., T],
+        *args: Any,
+        kind: Literal["compute", "memory"] = "compute",
+    ) -> T:
+        """Run ``fn(*args)`` on the lane and return its result.
+
+        Cancelling the await does not stop the call: it runs to its end on the lane, and an exception
+        that nobody waits for any more is logged.
+
+        Args:
+            fn: what to run.
+            *args: its arguments.
+            kind: which cost it counts as: math, or moving rows about.
+
+        Raises:
+            RuntimeError: the lane is closed.
+        """
+        if self._closed:
+            raise RuntimeError("the compute lane is closed; nothing can run on it any more")
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put(_Job(lambda: fn(*args), kind == "memory", loop, future))
+        return await future
+
+    @contextmanager
+    def memory_work(self) -> Iterator[None]:
+        """Inside a compute call on the lane: count this part of it as memory (window, KV) upkeep."""
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            spent_ns = time.perf_counter_ns() - start_ns
+            self.stats.memory_ns += spent_ns
+            self.stats.compute_ns -= spent_ns
+
+    def close(self) -> None:
+        """Finish what was submitted, then end the thread. Blocks until then. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._jobs.put(None)
+            atexit.unregister(self.close)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            result, error = None, None
+            start_ns = time.perf_counter_ns()
+            try:
+                result = job.call()
+            except BaseException as exc:
+                error = exc
+            spent_ns = time.perf_counter_ns() - start_ns
+            if job.memory:
+                self.stats.memory_ns += spent_ns
+            else:
+                self.stats.compute_ns += spent_ns
+            try:
+                job.loop.call_soon_threadsafe(_deliver, job.future, result, error)
+            except RuntimeError:  # the loop was closed while the lane worked
+                _report(error)
+            # Arrays of the last job must not live until the next one arrives.
+            del job, result, error
+
+
+def _deliver(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+    if future.done():
+        _report(error)
+    elif error is None:
+        future.set_result(result)
+    else:
+        future.set_exception(error)
+
+
+def _report(error: BaseException | None) -> None:
+    if error is not None:
+        _log.error("a call on the compute lane failed after its caller was gone", exc_info=error)

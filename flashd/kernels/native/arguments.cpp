@@ -1,0 +1,172 @@
+#include "arguments.hpp"
+
+#include <utility>
+
+namespace flashd {
+namespace {
+
+struct TypeName {
+    Type type;
+    char format;  // of the buffer protocol
+    const char* numpy;
+};
+
+constexpr TypeName kTypes[] = {{Type::f32, 'f', "float32"},
+                               {Type::f16, 'e', "float16"},
+                               {Type::bf16, 'H', "uint16"},
+                               {Type::u8, 'B', "uint8"},
+                               {Type::u32, 'I', "uint32"}};
+
+nb::handle g_ndarray;  // kept for the life of the process
+
+bool is_array(nb::handle value) {
+    const int answer = PyObject_IsInstance(value.ptr(), g_ndarray.ptr());
+    if (answer < 0) nb::raise_python_error();
+    return answer == 1;
+}
+
+std::string describe(const Shape& shape) {
+    std::string result = "(";
+    size_t index = 0;
+    for (const Axis& axis : shape) {
+        if (index++) result += ", ";
+        result += axis.label ? axis.label : std::to_string(axis.length);
+    }
+    return result + (shape.size() == 1 ? ",)" : ")");
+}
+
+bool fits(const Py_buffer& buffer, const Shape& shape) {
+    if (static_cast<size_t>(buffer.ndim) != shape.size()) return false;
+    int index = 0;
+    for (const Axis& axis : shape) {
+        const int64_t length = buffer.shape[index++];
+        if (axis.length >= 0 && length != axis.length) return false;
+        if (axis.length == kBatchAxis && (length < 1 || length > kMaxBatchSize)) return false;
+    }
+    return true;
+}
+
+[[noreturn]] void raise_type(const std::string& message) { throw nb::type_error(message.c_str()); }
+
+}  // namespace
+
+void import_numpy() { g_ndarray = nb::object(nb::module_::import_("numpy").attr("ndarray")).release(); }
+
+std::string text(nb::handle value) { return nb::cast<std::string>(nb::str(value)); }
+
+[[noreturn]] void raise_value(const std::string& message) { throw nb::value_error(message.c_str()); }
+
+Array::Array() = default;
+
+Array::Array(const char* verb, const char* name, nb::handle value, Types types, const Shape* shape, Access access) {
+    const std::string what = std::string(verb) + ": " + name;
+    if (!is_array(value))
+        raise_type(what + " is " + Py_TYPE(value.ptr())->tp_name + ", expected a NumPy array");
+    if (PyObject_GetBuffer(value.ptr(), &buffer_, PyBUF_FULL_RO) != 0) {
+        PyErr_Clear();  // NumPy exports no buffer of dates and the like
+        buffer_ = Py_buffer{};
+    }
+    try {
+        check(verb, name, value, types, shape, access);
+    } catch (...) {
+        PyBuffer_Release(&buffer_);
+        throw;
+    }
+}
+
+Array Array::optional(const char* verb, const char* name, nb::handle value, Types types, const Shape& shape) {
+    return value.is_none() ? Array() : Array(verb, name, value, types, &shape);
+}
+
+Array::~Array() { PyBuffer_Release(&buffer_); }
+
+Array::Array(Array&& other) noexcept : buffer_(other.buffer_), type_(other.type_) { other.buffer_ = Py_buffer{}; }
+
+void Array::check(const char* verb, const char* name, nb::handle value, Types types, const Shape* shape,
+                  Access access) {
+    bool known = false;
+    std::string expected;
+    const char* format = buffer_.format ? buffer_.format : "";
+    if (format[0] == '=' || format[0] == '^' || format[0] == '<') ++format;  // NumPy's mark of unaligned data
+    for (const Type type : types)
+        for (const TypeName& entry : kTypes) {
+            if (entry.type != type) continue;
+            if (format[0] == entry.format && format[1] == '\0') {
+                type_ = type;
+                known = true;
+            }
+        }
+    const std::string what = std::string(verb) + ": " + name;
+    if (!known) {
+        for (const Type type : types)
+            for (const TypeName& entry : kTypes)
+                if (entry.type == type) expected += (expected.empty() ? "" : " or ") + std::string(entry.numpy);
+        raise_type(what + " has dtype " + text(value.attr("dtype")) + ", expected " + expected);
+    }
+    if (shape && !fits(buffer_, *shape))
+        raise_value(what + " has shape " + text(value.attr("shape")) + ", expected " + describe(*shape));
+    if (!PyBuffer_IsContiguous(&buffer_, 'C'))
+        raise_value(what + " is not C-contiguous; pass numpy.ascontiguousarray(" + name + ")");
+    if (reinterpret_cast<uintptr_t>(buffer_.buf) % static_cast<uintptr_t>(buffer_.itemsize))
+        raise_value(what + " is not aligned to " + std::to_string(buffer_.itemsize) + " bytes; pass " + name +
+                    ".copy()");
+    if (access == Access::write && buffer_.readonly)
+        raise_value(what + " is read-only, expected a writeable array");
+}
+
+bool Array::same_shape(const Array& other) const {
+    if (buffer_.ndim != other.buffer_.ndim) return false;
+    for (int axis = 0; axis < buffer_.ndim; ++axis)
+        if (buffer_.shape[axis] != other.buffer_.shape[axis]) return false;
+    return true;
+}
+
+void one_of(const char* verb, const char* name, const std::string& value, std::initializer_list<const char*> known) {
+    std::string list;
+    for (const char* candidate : known) {
+        if (value == candidate) return;
+        list += (list.empty() ? "" : " or ") + std::string(candidate);
+    }
+    raise_value(std::string(verb) + ": " + name + " is '" + value + "', expected " + list);
+}
+
+Type weight_type(const char* verb, const std::string& name) {
+    one_of(verb, "dtype", name, {"f32", "f16", "bf16"});
+    return name == "f32" ? Type::f32 : name == "f16" ? Type::f16 : Type::bf16;
+}
+
+Activation activation_named(const char* verb, const std::string& name) {
+    one_of(verb, "activation", name, {"relu", "silu", "gelu", "gelu_tanh"});
+    if (name == "relu") return Activation::relu;
+    if (name == "silu") return Activation::silu;
+    return name == "gelu" ? Activation::gelu : Activation::gelu_tanh;
+}
+
+int64_t item_bytes(Type type) { return type == Type::f32 || type == Type::u32 ? 4 : type == Type::u8 ? 1 : 2; }
+
+Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, int64_t d, bool gated, RowArgs& args) {
+    args.type = weight_type(verb, dtype);
+    if (d < 1) raise_value(std::string(verb) + ": d is " + std::to_string(d) + ", expected at least 1");
+    const Shape shape{"n", "stride"};
+    Array checked(verb, "rows", rows, {Type::u8}, &shape);
+    const int64_t item = item_bytes(args.type);
+    const int64_t parts = gated ? 3 : 2;
+    const int64_t stride = checked.size(1);
+    // Divided, because d times the item size may overflow.
+    if (d > stride / item / parts || stride % item) {
+        const nb::object need = nb::int_(d) * nb::int_(parts * item);
+        raise_value(std::string(verb) + ": rows have a stride of " + std::to_string(stride) +
+                    " bytes, expected at least " + text(need) + " and a multiple of " + std::to_string(item));
+    }
+    if (reinterpret_cast<uintptr_t>(checked.data<uint8_t>()) % static_cast<uintptr_t>(item))
+        raise_value(std::string(verb) + ": rows is not aligned to " + std::to_string(item) +
+                    " bytes; pass rows.copy()");
+    args.rows = checked.data<uint8_t>();
+    args.n = checked.size(0);
+    args.stride_bytes = stride;
+    args.d = d;
+    args.gated = gated;
+    return checked;
+}
+
+}  // namespace flashd

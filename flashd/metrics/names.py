@@ -1,0 +1,55 @@
+"""The one table of metric names. Request-level names mirror vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric family; counters are listed without their ``_total`` suffix."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram", "info"]
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("flashd_build", "info", "Version, kernels and SIMD level of this daemon."),
+        Metric("flashd_model", "info", "The model that is served and how its weights are read."),
+        Metric("flashd_prompt_tokens", "counter", "Prompt tokens computed."),
+        Metric("flashd_generation_tokens", "counter", "Tokens generated."),
+        Metric("flashd_request_success", "counter", "Requests ended, by reason.", ("finished_reason",)),
+        Metric("flashd_requests_rejected", "counter", "Requests answered with an error, by code.", ("code",)),
+        Metric("flashd_num_requests_running", "gauge", "Sequences being prefilled or decoded."),
+        Metric("flashd_num_requests_waiting", "gauge", "Requests in the queue."),
+        Metric("flashd_kv_cache_bytes", "gauge", "Bytes reserved for the KV caches of running sequences."),
+        Metric("flashd_resident_weight_bytes", "gauge", "Bytes of weights that stay in RAM."),
+        Metric("flashd_time_to_first_token_seconds", "histogram", "From request to first token."),
+        Metric("flashd_inter_token_latency_seconds", "histogram", "Between two tokens of a sequence."),
+        Metric("flashd_e2e_request_latency_seconds", "histogram", "From request to last token."),
+        Metric("flashd_request_queue_time_seconds", "histogram", "From request to admission."),
+        Metric("flashd_step_seconds", "histogram", "Whole step of the engine.", ("phase",)),
+        Metric("flashd_step_flash_wait_seconds", "histogram", "Step: compute waiting for flash.", ("phase",)),
+        Metric(
+            "flashd_step_flash_busy_seconds",
+            "histogram",
+            "Step: time with at least one read outstanding (runs beside the other costs).",
+            ("phase",),
+        ),
+        Metric("flashd_step_memory_seconds", "histogram", "Step: window and KV upkeep.", ("phase",)),
+        Metric("flashd_step_compute_seconds", "histogram", "Step: kernels.", ("phase",)),
+        Metric("flashd_step_overhead_seconds", "histogram", "Step: everything else.", ("phase",)),
+        Metric("flashd_flash_reads", "counter", "Reads of FFN weights."),
+        Metric("flashd_flash_read_bytes", "counter", "Bytes of FFN weights read."),
+        Metric("flashd_flash_read_errors", "counter", "Reads of FFN weights that failed."),
+        Metric("flashd_flash_busy_seconds", "counter", "Time with at least one read outstanding."),
+        Metric("flashd_process_resident_memory_bytes", "gauge", "RSS of the daemon."),
+        Metric("flashd_process_open_fds", "gauge", "Open file descriptors."),
+        Metric("flashd_process_start_time_seconds", "gauge", "Start of the daemon, Unix time."),
+    )
+}

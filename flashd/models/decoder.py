@@ -1,0 +1,215 @@
+"""A decoder-only transformer driven by a ``ModelSpec``: one code path for every family.
+
+Attention, norms and embeddings are resident; the FFN comes from an ``FFNSource``. Everything a
+layer computes between two reads is one stage on the compute lane, so the event loop is entered
+once per stage and never per neuron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flashd.errors import BundleError
+from flashd.kernels.lane import ComputeLane
+from flashd.models.layers import Linear, Norm, as_f32, attend, rotate, rotation
+from flashd.types import F32Array, FFNSource, I64Array, KVCache, ModelSpec, WeightArray
+
+
+class ForwardCancelled(Exception):
+    """Nobody wants this forward pass any more; no KV cache was changed."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """The next tokens of one sequence: ids ``[tokens]``, behind what ``kv`` holds."""
+
+    tokens: I64Array
+    kv: KVCache
+
+
+@dataclass
+class _Pass:
+    """State of one forward pass; ``x`` is ``[all tokens, d_model]``."""
+
+    spans: Sequence[Span]
+    x: F32Array
+    rope: tuple[F32Array, F32Array] | None
+    ffn_out: F32Array | None = None
+    rows: list[slice] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    attn_norm: Norm
+    ffn_norm: Norm
+    q: Linear
+    k: Linear
+    v: Linear
+    o: Linear
+    down_bias: F32Array | None
+
+
+class Decoder:
+    """Numerics of one model.
+
+    Args:
+        spec: the model's shape.
+        weights: resident tensors by canonical name (``docs/format.md``).
+        ffn: where the FFN comes from.
+        lane: the compute lane.
+
+    Raises:
+        BundleError: a resident tensor is missing or has the wrong shape.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, weights: Mapping[str, WeightArray], ffn: FFNSource, lane: ComputeLane
+    ) -> None:
+        self.spec = spec
+        self._ffn = ffn
+        self._lane = lane
+        get = _Getter(weights)
+        d, embed = spec.d_model, spec.d_embed
+        self._embed = get.matrix("embed.weight", spec.vocab_size, embed)
+        self._position = None if spec.rope else get.matrix("position.weight", spec.max_context, d)
+        self._inv_freq = get.vector("rope.inv_freq", spec.d_head // 2) if spec.rope else None
+        self._project_in = None if d == embed else Linear(get.matrix("project_in.weight", d, embed))
+        self._project_out = None if d == embed else Linear(get.matrix("project_out.weight", embed, d))
+        self._final_norm = self._norm(get, "final_norm") if spec.final_norm else None
+        head = self._embed if spec.tied_head else get.matrix("head.weight", spec.vocab_size, embed)
+        self._head = Linear(head)
+        self._layers = [self._layer(get, f"layers.{i}") for i in range(spec.n_layers)]
+        self._scale = spec.d_head**-0.5
+
+    def _norm(self, get: _Getter, name: str) -> Norm:
+        d, rms = self.spec.d_model, self.spec.norm == "rmsnorm"
+        bias = None if rms else get.optional(f"{name}.bias", d)
+        return Norm(get.vector(f"{name}.weight", d), bias, self.spec.norm_eps, rms)
+
+    def _layer(self, get: _Getter, name: str) -> _Layer:
+        spec = self.spec
+        d, q_out, kv_out = spec.d_model, spec.n_heads * spec.d_head, spec.n_kv_heads * spec.d_head
+
+        def linear(part: str, n_out: int, n_in: int) -> Linear:
+            weight = get.matrix(f"{name}.attn.{part}.weight", n_out, n_in)
+            return Linear(weight, get.optional(f"{name}.attn.{part}.bias", n_out))
+
+        return _Layer(
+            attn_norm=self._norm(get, f"{name}.attn_norm"),
+            ffn_norm=self._norm(get, f"{name}.ffn_norm"),
+            q=linear("q", q_out, d),
+            k=linear("k", kv_out, d),
+            v=linear("v", kv_out, d),
+            o=linear("o", d, q_out),
+            down_bias=get.optional(f"{name}.ffn.down.bias", d),
+        )
+
+    async def forward(self, spans: Sequence[Span], cancelled: Callable[[], bool] = lambda: False) -> F32Array:
+        """Run the next tokens of some sequences and extend their KV caches.
+
+        Args:
+            spans: one per sequence. Several are for decoding (one token each); a prompt's chunk
+                comes alone, so that its result can't depend on who else is served.
+            cancelled: asked before every layer.
+
+        Returns:
+            Logits ``[len(spans), vocab_size]`` after each span's last token.
+
+        Raises:
+            ForwardCancelled: ``cancelled()`` was true; KV caches are as before.
+            DiskReadError, BundleCorruptError: the FFN could not be read; KV caches are as before.
+        """
+        state = await self._lane.run(self._begin, spans)
+        for layer in range(self.spec.n_layers):
+            if cancelled():
+                raise ForwardCancelled
+            ffn_in = await self._lane.run(self._attention, layer, state)
+            state.ffn_out = await self._ffn.apply(layer, ffn_in)
+        logits = await self._lane.run(self._finish, state)
+        for span in spans:
+            span.kv.commit(len(span.tokens))
+        return logits
+
+    def _begin(self, spans: Sequence[Span]) -> _Pass:
+        tokens = np.concatenate([span.tokens for span in spans])
+        positions = np.concatenate(
+            [np.arange(span.kv.length, span.kv.length + len(span.tokens)) for span in spans]
+        )
+        x = as_f32(self._embed[tokens])
+        if self._project_in is not None:
+            x = self._project_in(x)
+        if self._position is not None:
+            x = x + as_f32(self._position[positions])
+        rope = None if self._inv_freq is None else rotation(self._inv_freq, positions)
+        ends = np.cumsum([len(span.tokens) for span in spans])
+        rows = [slice(end - len(span.tokens), end) for end, span in zip(ends, spans, strict=True)]
+        return _Pass(spans, x, rope, rows=rows)
+
+    def _attention(self, index: int, state: _Pass) -> F32Array:
+        """Close the previous layer, attend, and return this layer's FFN input."""
+        self._close(index - 1, state)
+        layer, spec = self._layers[index], self.spec
+        h = layer.attn_norm(state.x) if spec.norm_first else state.x
+        tokens = h.shape[0]
+        q = layer.q(h).reshape(tokens, spec.n_heads, spec.d_head)
+        k = layer.k(h).reshape(tokens, spec.n_kv_heads, spec.d_head)
+        v = layer.v(h).reshape(tokens, spec.n_kv_heads, spec.d_head)
+        if state.rope is not None:
+            q, k = rotate(q, *state.rope), rotate(k, *state.rope)
+        mixed = np.empty_like(q)
+        for span, rows in zip(state.spans, state.rows, strict=True):
+            with self._lane.memory_work():
+                span.kv.append(index, k[rows], v[rows])
+            mixed[rows] = attend(q[rows], *span.kv.view(index), span.kv.length, self._scale)
+        state.x = state.x + layer.o(mixed.reshape(tokens, -1))
+        if spec.norm_first:
+            return layer.ffn_norm(state.x)
+        state.x = layer.attn_norm(state.x)
+        return state.x
+
+    def _close(self, index: int, state: _Pass) -> None:
+        """Add the FFN's output of layer ``index`` to the residual stream."""
+        if state.ffn_out is None:
+            return
+        layer = self._layers[index]
+        state.x = state.x + state.ffn_out
+        if layer.down_bias is not None:
+            state.x += layer.down_bias
+        if not self.spec.norm_first:
+            state.x = layer.ffn_norm(state.x)
+        state.ffn_out = None
+
+    def _finish(self, state: _Pass) -> F32Array:
+        self._close(self.spec.n_layers - 1, state)
+        x = state.x[[rows.stop - 1 for rows in state.rows]]
+        if self._final_norm is not None:
+            x = self._final_norm(x)
+        if self._project_out is not None:
+            x = self._project_out(x)
+        return self._head(x)
+
+
+class _Getter:
+    """Resident tensors, checked against the shape the spec asks for."""
+
+    def __init__(self, weights: Mapping[str, WeightArray]) -> None:
+        self._weights = weights
+
+    def matrix(self, name: str, *shape: int) -> WeightArray:
+        tensor = self._weights.get(name)
+        if tensor is None:
+            raise BundleError(f"resident tensor {name} is missing; convert the model again")
+        if tensor.shape != shape:
+            raise BundleError(
+                f"resident tensor {name} is {list(tensor.shape)}, expected {list(shape)}; convert again"
+            )
+        return tensor
+
+    def vector(self, name: str, size: int) -> F32Array:
+        return as_f32(self.matrix(name, size))
+
+    def optional(self, name: str, size: int) -> F32Array | None:
+        return self.vector(name, size) if name in self._weights else None

@@ -1,0 +1,62 @@
+"""The FFN of a model whose rows are all in RAM: nothing to read, nothing to copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from flashd.kernels.lane import ComputeLane
+from flashd.prefetch.dense import DenseFFN, SliceWeights
+from flashd.prefetch.stream import RING_BUFFERS, RING_BYTES, slice_rows
+from flashd.stats import StreamStats
+from flashd.store.in_memory import InMemoryStore
+from flashd.types import Activation, F32Array
+
+
+class ResidentFFN:
+    """An ``FFNSource`` over an in-memory store, with the same bits as ``StreamingFFN``.
+
+    Args:
+        store: all rows; stays the caller's to close.
+        lane: where the math runs.
+        activation: of the hidden units.
+        up_bias: per layer ``[n_neurons]`` or None.
+        gate_bias: likewise.
+    """
+
+    def __init__(
+        self,
+        store: InMemoryStore,
+        lane: ComputeLane,
+        activation: Activation,
+        up_bias: Sequence[F32Array | None],
+        gate_bias: Sequence[F32Array | None],
+    ) -> None:
+        self.stats = StreamStats()
+        self._store = store
+        self._lane = lane
+        self._dense = DenseFFN(store.geometry, activation)
+        self._up_bias = list(up_bias)
+        self._gate_bias = list(gate_bias)
+        # A prompt's sums go block by block: the blocks must be those of the streamed FFN.
+        self._slice_rows = slice_rows(store.geometry, RING_BYTES // RING_BUFFERS)
+
+    async def apply(self, layer: int, x: F32Array) -> F32Array:
+        """See ``FFNSource.apply``."""
+        return await self._lane.run(self._apply, layer, x)
+
+    def _apply(self, layer: int, x: F32Array) -> F32Array:
+        rows, up, gate = self._store.layer(layer), self._up_bias[layer], self._gate_bias[layer]
+        acc = np.zeros(x.shape, np.float32)
+        for start in range(0, len(rows), self._slice_rows):
+            part = slice(start, start + self._slice_rows)
+            weights = SliceWeights(
+                rows[part], None if up is None else up[part], None if gate is None else gate[part]
+            )
+            self._dense.add(weights, x, acc)
+            self.stats.slices += 1
+        return acc
+
+    async def close(self) -> None:
+        """Nothing is in flight between two calls."""

@@ -1,0 +1,207 @@
+"""Whole-layer streaming: the FFN of every neuron, read slice by slice ahead of the computation.
+
+::
+
+    flash : [L0 s0][L0 s1][L1 s0][L1 s1] ...   reads go ahead cyclically, while a buffer is free
+    lane  : attn 0 | [s0][s1] | attn 1 | [s0][s1] | attn 2 ...
+
+A slice is a fixed number of rows, whatever memory there is, so results do not depend on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashd.disk.buffers import aligned_empty
+from flashd.kernels.lane import ComputeLane
+from flashd.layout.geometry import LAYER_ALIGN_BYTES, MIN_STRIDE_ALIGN_BYTES, round_up
+from flashd.prefetch.dense import DenseFFN, SliceWeights
+from flashd.stats import StreamStats
+from flashd.store.base import WeightStore
+from flashd.types import Activation, F32Array, FFNGeometry, U8Array
+
+RING_BYTES = 16 << 20
+RING_BUFFERS = 4
+_ROWS_PER_ALIGNED_GROUP = LAYER_ALIGN_BYTES // MIN_STRIDE_ALIGN_BYTES
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A buffer of the ring, and the read that fills it with neurons of one layer."""
+
+    layer: int
+    start: int
+    rows: U8Array
+    buffer: U8Array
+    read: asyncio.Task[None]
+
+
+class StreamingFFN:
+    """An ``FFNSource`` that reads each layer's rows from a store when it needs them.
+
+    Attributes:
+        stats: time that computing waited for flash, and slices computed.
+        slice_rows: neurons per slice.
+        ring_bytes: memory of the buffers.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        lane: ComputeLane,
+        activation: Activation,
+        up_bias: Sequence[F32Array | None],
+        gate_bias: Sequence[F32Array | None],
+        *,
+        ring_bytes: int = RING_BYTES,
+        n_buffers: int = RING_BUFFERS,
+    ) -> None:
+        """Args:
+        store: where the rows are; stays the caller's to close.
+        lane: where the math runs.
+        activation: of the hidden units.
+        up_bias: per layer ``[n_neurons]`` or None.
+        gate_bias: per layer ``[n_neurons]`` or None.
+        ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most.
+        n_buffers: slices that are read or computed at the same time, at least 2.
+        """
+        geometry = store.geometry
+        if n_buffers < 2 or ring_bytes < n_buffers * geometry.stride_bytes:
+            raise ValueError(f"{n_buffers} buffers of {ring_bytes} bytes in all; a slice needs a row")
+        if not len(up_bias) == len(gate_bias) == geometry.n_layers:
+            raise ValueError(f"{len(up_bias)} and {len(gate_bias)} biases for {geometry.n_layers} layers")
+        self.stats = StreamStats()
+        self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
+        slice_bytes = self.slice_rows * geometry.stride_bytes
+        alignment = max(LAYER_ALIGN_BYTES, store.alignment_bytes)
+        self._free = [aligned_empty(slice_bytes, alignment) for _ in range(n_buffers)]
+        self.ring_bytes = n_buffers * slice_bytes
+        self._store = store
+        self._lane = lane
+        self._dense = DenseFFN(geometry, activation)
+        self._up_bias = list(up_bias)
+        self._gate_bias = list(gate_bias)
+        self._ring: deque[_Slice] = deque()  # in the order of reading and of computing
+        self._next = (0, 0)  # layer and first neuron of the slice to read next
+        self._broken = False  # a read failed: what the ring holds is of no use
+        self._computing: asyncio.Task[None] | None = None
+        self._closed = False
+        self._lock = asyncio.Lock()
+
+    async def apply(self, layer: int, x: F32Array) -> F32Array:
+        """See ``FFNSource.apply``. Any layer may be asked for; ascending order is fast.
+
+        Cancelling it leaves the source usable, and so does a failed read.
+
+        Raises:
+            BundleCorruptError, DiskReadError: a row could not be read.
+            ValueError: the source is closed, or ``x`` is not ``[tokens, d_model]``.
+        """
+        geometry = self._store.geometry
+        if self._closed:
+            raise ValueError("the streaming source is closed")
+        if x.ndim != 2 or x.shape[1] != geometry.d_model or not 0 <= layer < geometry.n_layers:
+            raise ValueError(f"layer {layer}, x {list(x.shape)}; expected [tokens, {geometry.d_model}]")
+        x = np.ascontiguousarray(x, dtype=np.float32)
+        acc = np.zeros(x.shape, np.float32)
+        async with self._lock:
+            await self._seek(layer)
+            for _ in range(0, geometry.n_neurons, self.slice_rows):
+                await self._arrived(self._ring[0])
+                await self._compute(self._ring[0], x, acc)
+                self._free.append(self._ring.popleft().buffer)
+                self._read_ahead()
+        return acc
+
+    async def close(self) -> None:
+        """Wait for reads and math in flight, then drop the buffers. Idempotent."""
+        self._closed = True
+        async with self._lock:
+            await self._drain()
+            self._free.clear()
+
+    async def _seek(self, layer: int) -> None:
+        """Make the first slice of ``layer`` the head of the ring."""
+        head = self._ring[0] if self._ring else None
+        if self._broken or head is None or (head.layer, head.start) != (layer, 0):
+            await self._drain()
+            self._next = (layer, 0)
+            self._broken = False
+        self._read_ahead()
+
+    async def _drain(self) -> None:
+        """Empty the ring. A buffer is free only when neither a read nor the lane touches it, so
+        both are waited for, whoever gave up on them; being cancelled in here loses nothing."""
+        if self._computing is not None:
+            await asyncio.wait([self._computing])
+            self._computing = None
+        while self._ring:
+            read = self._ring[0].read
+            await asyncio.wait([read])
+            if not read.cancelled():
+                read.exception()  # seen: it belongs to nobody any more
+            self._free.append(self._ring.popleft().buffer)
+
+    def _read_ahead(self) -> None:
+        """Start reads while there are free buffers: the next slices, the next layers, and after
+        the last layer the first one, for the next step."""
+        geometry = self._store.geometry
+        while self._free and not self._closed:
+            layer, start = self._next
+            stop = min(start + self.slice_rows, geometry.n_neurons)
+            buffer = self._free.pop()
+            count = stop - start
+            rows = buffer[: count * geometry.stride_bytes].reshape(count, geometry.stride_bytes)
+            read = asyncio.create_task(self._store.read_range(layer, start, stop, rows))
+            self._ring.append(_Slice(layer, start, rows, buffer, read))
+            end_of_layer = stop == geometry.n_neurons
+            self._next = ((layer + 1) % geometry.n_layers, 0) if end_of_layer else (layer, stop)
+
+    async def _arrived(self, piece: _Slice) -> None:
+        """Wait for a slice's read. Cancelling the wait leaves the read alone."""
+        if not piece.read.done():
+            waiting_since_ns = time.perf_counter_ns()
+            try:
+                await asyncio.wait([piece.read])
+            finally:
+                self.stats.wait_ns += time.perf_counter_ns() - waiting_since_ns
+        try:
+            piece.read.result()
+        except BaseException:
+            self._broken = True
+            raise
+
+    async def _compute(self, piece: _Slice, x: F32Array, acc: F32Array) -> None:
+        """Run a slice on the lane, which goes on when the wait is cancelled: ``_drain`` and the
+        lane's order keep the buffer from being read into meanwhile."""
+        where = slice(piece.start, piece.start + len(piece.rows))
+        up, gate = self._up_bias[piece.layer], self._gate_bias[piece.layer]
+        weights = SliceWeights(
+            piece.rows, None if up is None else up[where], None if gate is None else gate[where]
+        )
+        self._computing = asyncio.create_task(_run(self._lane, self._dense.add, weights, x, acc))
+        await asyncio.shield(self._computing)
+        self._computing = None
+        self.stats.slices += 1
+
+
+async def _run(lane: ComputeLane, fn: Any, *args: Any) -> None:
+    await lane.run(fn, *args)
+
+
+def slice_rows(geometry: FFNGeometry, limit_bytes: int) -> int:
+    """Rows per slice: as many as fit, the same for a stride of 512 and of 4096 (so that the mount
+    a model was converted on does not show in its results), and such that every slice of a layer
+    starts on 4096 in the file, whatever the stride."""
+    row = max(geometry.stride_bytes, round_up(geometry.row_bytes, LAYER_ALIGN_BYTES))
+    rows = max(1, limit_bytes // row)
+    if rows > _ROWS_PER_ALIGNED_GROUP:
+        rows -= rows % _ROWS_PER_ALIGNED_GROUP
+    return min(rows, geometry.n_neurons)

@@ -1,0 +1,100 @@
+"""The one place where the daemon's objects are wired together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+
+from flashd import kernels
+from flashd.config import DaemonConfig
+from flashd.kernels.lane import ComputeLane
+from flashd.layout.manifest import TOKENIZER, Manifest
+from flashd.models.decoder import Decoder
+from flashd.models.layers import as_f32
+from flashd.prefetch.resident import ResidentFFN
+from flashd.prefetch.stream import StreamingFFN
+from flashd.runtime.costs import CostClock
+from flashd.runtime.engine import Engine
+from flashd.runtime.tokenizer import Tokenizer
+from flashd.store.in_memory import InMemoryStore
+from flashd.store.metered import MeteredStore
+from flashd.store.open import load_resident, open_manifest, open_store
+from flashd.types import F32Array, ModelSpec, WeightArray
+
+log = logging.getLogger("flashd.build")
+
+
+@dataclass
+class Runtime:
+    """A loaded model and everything that serves it."""
+
+    manifest: Manifest
+    store: MeteredStore
+    lane: ComputeLane
+    ffn: StreamingFFN | ResidentFFN
+    engine: Engine
+    tokenizer: Tokenizer | None
+    resident_bytes: int
+
+    async def close(self) -> None:
+        """Release files and threads; waits for reads in flight."""
+        await self.ffn.close()
+        await self.store.close()
+        self.lane.close()
+
+
+async def build(config: DaemonConfig) -> Runtime:
+    """Open a bundle and load what stays in RAM.
+
+    Raises:
+        BundleError: the directory is no bundle, is incomplete or damaged.
+        TokenizerError: its tokenizer or chat template is unusable.
+    """
+    if config.threads:
+        kernels.set_threads(config.threads)
+    directory = config.model_dir
+    manifest = await asyncio.to_thread(open_manifest, directory)
+    weights = await asyncio.to_thread(load_resident, directory, manifest)
+    tokenizer = None
+    if manifest.tokenizer is not None and any(f.name == TOKENIZER for f in manifest.files):
+        tokenizer = await asyncio.to_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
+    store = await open_store(directory, manifest, config.backend)
+    lane = ComputeLane()
+    spec = manifest.model
+    ffn = _ffn(store, lane, spec, weights)
+    decoder = Decoder(spec, weights, ffn, lane)
+    engine = Engine(
+        decoder,
+        tokenizer,
+        manifest.tokenizer.eos_ids if manifest.tokenizer else (),
+        lane,
+        CostClock(store.stats, ffn.stats, lane.stats),
+        max_sessions=config.max_sessions,
+        max_queue=config.max_queue,
+        kv_dtype=config.kv_dtype,
+    )
+    resident_bytes = sum(tensor.nbytes for tensor in weights.values())
+    log.info(
+        "loaded %s: %d layers, %.0f MB resident, FFN %.0f MB through %s",
+        directory.name,
+        spec.n_layers,
+        resident_bytes / 1e6,
+        manifest.ffn.n_layers * manifest.ffn.layer_bytes / 1e6,
+        store.name,
+    )
+    return Runtime(manifest, store, lane, ffn, engine, tokenizer, resident_bytes)
+
+
+def _ffn(
+    store: MeteredStore, lane: ComputeLane, spec: ModelSpec, weights: dict[str, WeightArray]
+) -> StreamingFFN | ResidentFFN:
+    up, gate = _biases(weights, spec.n_layers, "up"), _biases(weights, spec.n_layers, "gate")
+    if isinstance(store.inner, InMemoryStore):
+        return ResidentFFN(store.inner, lane, spec.activation, up, gate)
+    return StreamingFFN(store, lane, spec.activation, up, gate)
+
+
+def _biases(weights: dict[str, WeightArray], n_layers: int, part: str) -> list[F32Array | None]:
+    names = [f"layers.{i}.ffn.{part}.bias" for i in range(n_layers)]
+    return [as_f32(weights[name]) if name in weights else None for name in names]

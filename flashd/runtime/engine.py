@@ -1,0 +1,220 @@
+"""The engine: admits requests, prefills prompts in chunks, decodes running sequences together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from time import perf_counter
+
+from flashd.errors import FlashdError, RequestError
+from flashd.kernels.lane import ComputeLane
+from flashd.kv.contiguous import ContiguousKV
+from flashd.models.decoder import Decoder, ForwardCancelled, Span
+from flashd.runtime.costs import CostClock
+from flashd.runtime.sampling import SamplingParams
+from flashd.runtime.session import Session
+from flashd.runtime.tokenizer import TextStream, Tokenizer
+from flashd.stats import EngineStats
+
+log = logging.getLogger("flashd.engine")
+
+# Prompt chunks have fixed boundaries: how a prompt was computed depends on nothing but itself.
+PREFILL_CHUNK_TOKENS = 256
+
+
+class EngineError(FlashdError):
+    """Something broke inside the engine; the request is lost, the daemon lives."""
+
+
+class Engine:
+    """Continuous batching over one decoder.
+
+    Args:
+        decoder: the model.
+        tokenizer: for texts; ``None`` serves token ids only.
+        eos_ids: tokens that end a sequence.
+        lane: the compute lane (for sampling).
+        clock: where a step's time went.
+        max_sessions: sequences that run together.
+        max_queue: requests that may wait behind them.
+        kv_dtype: ``f16`` or ``f32``.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer | None,
+        eos_ids: Sequence[int],
+        lane: ComputeLane,
+        clock: CostClock,
+        *,
+        max_sessions: int,
+        max_queue: int,
+        kv_dtype: str,
+    ) -> None:
+        self.stats = EngineStats()
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._eos = frozenset(eos_ids)
+        self._lane = lane
+        self._clock = clock
+        self._max_sessions = max_sessions
+        self._max_queue = max_queue
+        self._kv_dtype = kv_dtype
+        self._waiting: deque[Session] = deque()
+        self._running: list[Session] = []
+        self._work = asyncio.Event()
+        self.idle = asyncio.Event()  # set while nothing runs or waits
+        self.idle.set()
+        self._closing = False
+
+    def submit(self, prompt: list[int], params: SamplingParams) -> Session:
+        """Queue a request.
+
+        Raises:
+            RequestError: an empty, too long or impossible prompt, or a full queue.
+        """
+        spec = self._decoder.spec
+        if not prompt:
+            raise RequestError("the prompt is empty; expected at least one token", param="prompt")
+        if max(prompt) >= spec.vocab_size or min(prompt) < 0:
+            raise RequestError(
+                f"a prompt token is outside the vocabulary of {spec.vocab_size}", param="prompt"
+            )
+        if len(prompt) > spec.max_context:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the model's context is {spec.max_context}",
+                code="context_length_exceeded",
+                param="prompt",
+            )
+        if self._closing:
+            raise RequestError("the daemon is shutting down", code="shutting_down", status=503)
+        if len(self._waiting) >= self._max_queue + self._max_sessions - len(self._running):
+            raise RequestError(
+                f"{len(self._waiting)} requests are waiting already; try again later",
+                code="queue_full",
+                status=429,
+            )
+        # The last token of a sequence is never fed back: it needs no place in the context.
+        limit = spec.max_context - len(prompt) + 1
+        if params.max_tokens is not None:
+            limit = min(limit, params.max_tokens)
+        text = None if self._tokenizer is None else TextStream(self._tokenizer, params.stop)
+        session = Session(prompt, params, limit, text)
+        self._waiting.append(session)
+        self.idle.clear()
+        self._work.set()
+        return session
+
+    async def run(self) -> None:
+        """Serve until cancelled; errors end requests, never this loop."""
+        while True:
+            self._admit()
+            if not self._running:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self.step()
+
+    async def step(self) -> None:
+        """One chunk of the oldest unfinished prompt, then one token for every other sequence."""
+        prefilling = next((s for s in self._running if not s.prefilled), None)
+        decoding = [s for s in self._running if s.prefilled]
+        if prefilling is not None:
+            await self._forward([prefilling], "prefill")
+        if decoding:
+            await self._forward(decoding, "decode")
+        self._retire()
+
+    def close(self, error: FlashdError) -> None:
+        """Refuse new requests and end all others with ``error``."""
+        self._closing = True
+        for session in (*self._waiting, *self._running):
+            if session.finish_reason is None:
+                session.fail(error)
+                session.cancel()
+
+    def refuse_new(self) -> None:
+        """Drain: running and waiting requests go on, new ones are refused."""
+        self._closing = True
+
+    def _admit(self) -> None:
+        for session in [s for s in self._waiting if s.cancelled]:
+            self._waiting.remove(session)
+            self._finish(session)
+        while self._waiting and len(self._running) < self._max_sessions:
+            session = self._waiting.popleft()
+            capacity = len(session.prompt) + session.limit - 1
+            session.kv = ContiguousKV(self._decoder.spec, capacity, self._kv_dtype)
+            session.timing.admitted_s = perf_counter()
+            self.stats.queue_time_s.observe(session.timing.admitted_s - session.timing.submitted_s)
+            self._running.append(session)
+        self._gauges()
+
+    async def _forward(self, sessions: list[Session], phase: str) -> None:
+        """Run one forward pass and hand out the tokens it gives."""
+        spans = []
+        for session in sessions:
+            assert session.kv is not None
+            spans.append(Span(session.next_tokens(PREFILL_CHUNK_TOKENS), session.kv))
+        start = self._clock.read()
+        try:
+            logits = await self._decoder.forward(spans, lambda: all(s.cancelled for s in sessions))
+            ready = [s for s in sessions if s.kv is not None and s.kv.length >= len(s.prompt)]
+            tokens = await self._lane.run(
+                lambda: [s.sampler.next(row) for s, row in zip(sessions, logits, strict=True) if s in ready]
+            )
+        except ForwardCancelled:
+            return
+        except FlashdError as exc:
+            log.error("requests %s failed: %s", [s.id for s in sessions], exc)
+            self._fail(sessions, exc)
+            return
+        except Exception as exc:
+            log.exception("requests %s failed", [s.id for s in sessions])
+            self._fail(sessions, EngineError(f"internal error: {exc!r}; see the daemon's log"))
+            return
+        self._clock.observe(self.stats.costs[phase], start)
+        if phase == "prefill":
+            self.stats.prompt_tokens += len(spans[0].tokens)
+        for session, token in zip(ready, tokens, strict=True):
+            self._deliver(session, token)
+
+    def _fail(self, sessions: list[Session], error: FlashdError) -> None:
+        for session in sessions:
+            if session.finish_reason is None:
+                session.fail(error)
+
+    def _deliver(self, session: Session, token: int) -> None:
+        if session.finish_reason is not None:  # closed while its step was running
+            return
+        now, timing = perf_counter(), session.timing
+        if session.generated:
+            self.stats.inter_token_latency_s.observe(now - timing.last_token_s)
+        else:
+            timing.first_token_s = now
+            self.stats.time_to_first_token_s.observe(now - timing.submitted_s)
+        timing.last_token_s = now
+        self.stats.generated_tokens += 1
+        session.accept(token, self._eos)
+
+    def _retire(self) -> None:
+        for session in [s for s in self._running if s.finish_reason is not None or s.cancelled]:
+            self._running.remove(session)
+            self._finish(session)
+        self._gauges()
+
+    def _finish(self, session: Session) -> None:
+        session.kv = None
+        session.timing.finished_s = perf_counter()
+        self.stats.finished[session.finish_reason or "cancelled"] += 1
+        self.stats.e2e_latency_s.observe(session.timing.finished_s - session.timing.submitted_s)
+
+    def _gauges(self) -> None:
+        if not self._running and not self._waiting:
+            self.idle.set()
+        self.stats.running = len(self._running)
+        self.stats.waiting = len(self._waiting)
+        self.stats.kv_bytes = sum(s.kv.nbytes for s in self._running if s.kv is not None)

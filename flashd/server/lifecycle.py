@@ -1,0 +1,160 @@
+"""From configuration to a serving process, and to its orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from flashd.config import DaemonConfig
+from flashd.errors import FlashdError, RequestError
+from flashd.runtime.build import Runtime, build
+from flashd.server.app import AppState, create_app
+from flashd.server.listener import Listener
+from flashd.server.registry import Registration
+from flashd.store.open import read_manifest
+
+log = logging.getLogger("flashd.server")
+
+# What is left of two seconds after the default drain, for streams to close and reads to settle.
+_CLOSE_S = 0.7
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn without its signal handlers: the daemon decides when serving ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(config: DaemonConfig, on_ready: Callable[[dict[str, Any]], None]) -> None:
+    """Serve a model until SIGTERM or SIGINT.
+
+    Args:
+        config: what to serve and where.
+        on_ready: called once with the daemon's record when the model is loaded.
+
+    Raises:
+        SocketError: the socket cannot be had.
+        BundleError, TokenizerError: the model cannot be served.
+    """
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=config.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    read_manifest(config.model_dir)  # a wrong directory is told before a socket is made
+    record: dict[str, Any] = {
+        "pid": os.getpid(),
+        "socket": str(config.socket_path),
+        "model": config.served_name,
+        "directory": str(config.model_dir),
+        "started_unix_s": time.time(),
+    }
+    with contextlib.ExitStack() as owned:
+        listener = owned.enter_context(contextlib.closing(Listener(config.socket_path, record)))
+        owned.enter_context(contextlib.closing(Registration(record)))
+        uvloop.run(_Daemon(config, listener, record, on_ready, owned.close).run())
+
+
+@dataclass
+class _Daemon:
+    config: DaemonConfig
+    listener: Listener
+    record: dict[str, Any]
+    on_ready: Callable[[dict[str, Any]], None]
+    release: Callable[[], None]
+
+    async def run(self) -> None:
+        """Load, serve until a signal, and end in order."""
+        stop, force = self._signals()
+        state = AppState(self.config.served_name)
+        http = _HttpServer(
+            uvicorn.Config(
+                create_app(state),
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
+        serving = asyncio.create_task(http.serve(sockets=[self.listener.socket]))
+        loading = asyncio.create_task(build(self.config))
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if loading.done():
+                await self._serve(state, loading.result(), stop, force)
+        finally:
+            stopping.cancel()
+            http.should_exit = True
+            await asyncio.wait({serving}, timeout=_CLOSE_S)
+            http.force_exit = True
+            await serving
+        if loading.done():
+            await loading.result().close()
+            return
+        # A thread still reads the model and can't be stopped; nothing it holds needs an orderly end.
+        self.release()
+        logging.shutdown()
+        os._exit(0)
+
+    async def _serve(
+        self, state: AppState, runtime: Runtime, stop: asyncio.Event, force: asyncio.Event
+    ) -> None:
+        engine = runtime.engine
+        running = asyncio.create_task(engine.run())
+        state.attach(runtime)
+        log.info("ready: %s on %s", self.config.served_name, self.config.socket_path)
+        self.on_ready(self.record)
+        waiting = asyncio.create_task(stop.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if running.done():
+            running.result()  # the engine never returns: this raises what ended it
+        log.info("stopping: up to %d ms for running answers", self.config.drain_ms)
+        engine.refuse_new()
+        await _first_of(engine.idle.wait(), force.wait(), timeout_s=self.config.drain_ms / 1000)
+        engine.close(RequestError("the daemon is shutting down", code="shutting_down", status=503))
+        await _first_of(engine.idle.wait(), timeout_s=_CLOSE_S)
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError, FlashdError):
+            await running
+
+    def _signals(self) -> tuple[asyncio.Event, asyncio.Event]:
+        """Events for the first and the second SIGTERM or SIGINT."""
+        stop, force = asyncio.Event(), asyncio.Event()
+
+        def received() -> None:
+            (force if stop.is_set() else stop).set()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, received)
+        return stop, force
+
+
+async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float) -> None:
+    """Return when one of the waits ends, or after the time limit."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+
+
+def default_log(socket: Path) -> Path:
+    """Where a daemon in the background writes its log."""
+    return socket.with_name(socket.name + ".log")

@@ -1,0 +1,110 @@
+"""Plain counters that the rooms keep; only ``metrics/`` knows Prometheus."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass, field
+
+# vLLM's buckets, prolonged: a first token from a slow disk may take minutes.
+TTFT_BUCKETS_S = (
+    0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0,
+)  # fmt: skip
+STEP_BUCKETS_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.5, 5.0,
+    10.0, 30.0,
+)  # fmt: skip
+E2E_BUCKETS_S = (
+    0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0, 1280.0, 2560.0,
+)  # fmt: skip
+
+
+@dataclass
+class Histogram:
+    """Bucket counts in the units of ``bounds``; the last count is everything above."""
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    total: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+
+@dataclass
+class StoreStats:
+    """What a metered weight store has read.
+
+    ``busy_ns`` is time with at least one read outstanding, not the sum over reads.
+    """
+
+    reads: int = 0
+    bytes_read: int = 0
+    errors: int = 0
+    busy_ns: int = 0
+
+
+@dataclass
+class StreamStats:
+    """What the streaming scheduler saw: time its consumer waited for flash."""
+
+    wait_ns: int = 0
+    slices: int = 0
+
+
+@dataclass
+class LaneStats:
+    """Time the compute lane spent in kernels and in moving rows about (window and KV upkeep)."""
+
+    compute_ns: int = 0
+    memory_ns: int = 0
+
+
+@dataclass
+class CostHistograms:
+    """The costs of a step (LLM in a flash, section 4): step = flash_wait + memory + compute +
+    overhead; flash_busy runs beside them."""
+
+    step_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+    flash_wait_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+    flash_busy_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+    memory_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+    compute_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+    overhead_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+
+
+PHASES = ("prefill", "decode")
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+
+
+@dataclass
+class EngineStats:
+    """Totals of the engine since its start."""
+
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_bytes: int = 0
+    finished: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(FINISH_REASONS, 0)))
+    time_to_first_token_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    inter_token_latency_s: Histogram = field(default_factory=lambda: Histogram(STEP_BUCKETS_S))
+    e2e_latency_s: Histogram = field(default_factory=lambda: Histogram(E2E_BUCKETS_S))
+    queue_time_s: Histogram = field(default_factory=lambda: Histogram(TTFT_BUCKETS_S))
+    costs: dict[str, CostHistograms] = field(
+        default_factory=lambda: {phase: CostHistograms() for phase in PHASES}
+    )
+
+
+@dataclass
+class ServerStats:
+    """What the HTTP side saw."""
+
+    rejected: Counter[str] = field(default_factory=Counter)  # by error code
+    cancelled: int = 0

@@ -1,0 +1,65 @@
+"""The contract of every weight store: (layer, neuron ids) -> rows."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from flashd.types import FFNGeometry, I64Array, U8Array
+
+
+class WeightStore(ABC):
+    """FFN neuron rows of one model. Calls are batch-shaped; several may be outstanding at once.
+
+    Attributes:
+        name: what ``flashd doctor``, logs and metrics call it, e.g. ``file/direct``.
+        geometry: shape of the rows.
+        alignment_bytes: destinations must start on this (1: anywhere).
+    """
+
+    name: str
+    geometry: FFNGeometry
+    alignment_bytes: int
+
+    @abstractmethod
+    async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
+        """Read neurons ``start..stop-1`` of one layer, padding included, into ``out``.
+
+        Args:
+            layer: layer index.
+            start: first neuron.
+            stop: one past the last neuron.
+            out: ``[stop - start, stride_bytes]`` uint8, C-contiguous, aligned.
+
+        Raises:
+            IndexError: layer or neurons that do not exist (our own bug).
+            ValueError: ``out`` has the wrong shape, dtype, layout or alignment.
+            BundleCorruptError: the file is shorter than its manifest says.
+            DiskReadError: the device failed.
+        """
+
+    @abstractmethod
+    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+        """Read the neurons ``ids`` of one layer, any order, repeats allowed, into ``out``.
+
+        ``out`` is ``[len(ids), stride_bytes]``; otherwise as ``read_range``.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release file descriptors and threads; waits for reads in flight. Idempotent."""
+
+    def check_request(self, layer: int, low: int, high: int, count: int, out: U8Array) -> None:
+        """Validate arguments that every store checks the same way."""
+        geometry = self.geometry
+        if not 0 <= layer < geometry.n_layers:
+            raise IndexError(f"layer {layer} of {geometry.n_layers}")
+        if count and not 0 <= low <= high < geometry.n_neurons:
+            raise IndexError(f"neurons {low}..{high} of {geometry.n_neurons}")
+        if out.shape != (count, geometry.stride_bytes) or out.dtype.itemsize != 1:
+            raise ValueError(
+                f"out is {out.dtype}{out.shape}, expected uint8 {(count, geometry.stride_bytes)}"
+            )
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError("out must be C-contiguous and writeable")
+        if count and out.ctypes.data % self.alignment_bytes:
+            raise ValueError(f"out must start on a multiple of {self.alignment_bytes} bytes")

@@ -1,0 +1,71 @@
+"""Store ``memory``: every row in RAM, for models that fit and for tests."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashd.disk.buffers import aligned_empty
+from flashd.store.base import WeightStore
+from flashd.types import FFNGeometry, I64Array, U8Array
+
+_LOAD_BYTES = 4 << 20
+
+
+class InMemoryStore(WeightStore):
+    """Copies rows out of an array; make it with ``await InMemoryStore.load(other_store)``."""
+
+    name = "memory"
+    alignment_bytes = 1
+
+    def __init__(self, geometry: FFNGeometry, rows: U8Array) -> None:
+        """Take ``rows``, ``[n_layers, n_neurons, stride_bytes]`` uint8, without copying."""
+        expected = (geometry.n_layers, geometry.n_neurons, geometry.stride_bytes)
+        if rows.shape != expected or rows.dtype != np.uint8:
+            raise ValueError(f"rows are {rows.dtype}{rows.shape}, expected uint8{expected}")
+        self.geometry = geometry
+        self._rows: U8Array | None = rows
+
+    @classmethod
+    async def load(cls, source: WeightStore) -> InMemoryStore:
+        """Read all rows of ``source``, which stays open and is the caller's to close."""
+        geometry = source.geometry
+        shape = (geometry.n_layers, geometry.n_neurons, geometry.stride_bytes)
+        alignment = max(4096, source.alignment_bytes)
+        rows = aligned_empty(geometry.n_layers * geometry.layer_bytes, alignment).reshape(shape)
+        step = max(1, _LOAD_BYTES // geometry.stride_bytes)
+        for layer in range(geometry.n_layers):
+            for start in range(0, geometry.n_neurons, step):
+                stop = min(start + step, geometry.n_neurons)
+                out = rows[layer, start:stop]
+                if out.ctypes.data % source.alignment_bytes == 0:
+                    await source.read_range(layer, start, stop, out)
+                    continue
+                aligned = aligned_empty(out.nbytes, alignment).reshape(out.shape)
+                await source.read_range(layer, start, stop, aligned)
+                out[:] = aligned
+        return cls(geometry, rows)
+
+    def layer(self, layer: int) -> U8Array:
+        """The rows of one layer, ``[n_neurons, stride_bytes]``, where they are; not to be written."""
+        rows: U8Array = self._open_rows()[layer]
+        return rows
+
+    async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
+        """See ``WeightStore.read_range``."""
+        self.check_request(layer, start, stop - 1, stop - start, out)
+        out[:] = self._open_rows()[layer, start:stop]
+
+    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+        """See ``WeightStore.read_rows``."""
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        self.check_request(layer, low, high, len(ids), out)
+        np.take(self._open_rows()[layer], ids, axis=0, out=out, mode="clip")
+
+    def _open_rows(self) -> U8Array:
+        if self._rows is None:
+            raise ValueError("the in-memory store is closed")
+        return self._rows
+
+    async def close(self) -> None:
+        """See ``WeightStore.close``."""
+        self._rows = None

@@ -1,0 +1,67 @@
+"""A wrapper that counts what another store reads."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from flashd.stats import StoreStats
+from flashd.store.base import WeightStore
+from flashd.types import I64Array, U8Array
+
+
+class MeteredStore(WeightStore):
+    """Counts calls, bytes delivered, errors and the time with at least one read outstanding.
+
+    Attributes:
+        inner: the store that does the work; closed with this one.
+        stats: the counters. ``busy_ns`` grows whenever a read starts or ends.
+    """
+
+    def __init__(self, inner: WeightStore) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.geometry = inner.geometry
+        self.alignment_bytes = inner.alignment_bytes
+        self.stats = StoreStats()
+        self._outstanding = 0
+        self._counted_until_ns = 0
+
+    async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
+        """See ``WeightStore.read_range``."""
+        with self._metered(out):
+            await self.inner.read_range(layer, start, stop, out)
+
+    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+        """See ``WeightStore.read_rows``."""
+        with self._metered(out):
+            await self.inner.read_rows(layer, ids, out)
+
+    @contextmanager
+    def _metered(self, out: U8Array) -> Iterator[None]:
+        self._count_time()
+        self._outstanding += 1
+        try:
+            yield
+            self.stats.bytes_read += out.nbytes
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            self.stats.errors += 1
+            raise
+        finally:
+            self._count_time()
+            self._outstanding -= 1
+            self.stats.reads += 1
+
+    def _count_time(self) -> None:
+        now_ns = time.perf_counter_ns()
+        if self._outstanding:
+            self.stats.busy_ns += now_ns - self._counted_until_ns
+        self._counted_until_ns = now_ns
+
+    async def close(self) -> None:
+        """See ``WeightStore.close``."""
+        await self.inner.close()

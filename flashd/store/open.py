@@ -1,0 +1,197 @@
+"""Opening a bundle directory: manifest, rows, checksums, resident weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from flashd.disk.buffers import aligned_empty
+from flashd.disk.probe import BACKENDS as READ_BACKENDS
+from flashd.disk.probe import open_engine
+from flashd.disk.read_once import ReadOnce
+from flashd.errors import BundleCorruptError, BundleError, ConfigError
+from flashd.layout.geometry import bundle_bytes, round_up
+from flashd.layout.manifest import BUNDLE, MANIFEST, RESIDENT, SUMS, ZARR, FileEntry, Manifest, from_json
+from flashd.layout.safetensors_header import PREFIX_BYTES, TensorEntry, header_length, parse_header
+from flashd.store.base import WeightStore
+from flashd.store.bundle_file import BundleFileStore
+from flashd.store.in_memory import InMemoryStore
+from flashd.store.metered import MeteredStore
+from flashd.types import NUMPY_DTYPE, SAFETENSORS_DTYPE, U32Array, WeightArray
+
+STORE_BACKENDS = (*READ_BACKENDS, "memory")
+_PARTIAL = ".partial"
+_TENSOR_ALIGN_BYTES = 64
+_MAX_MANIFEST_BYTES = 16 << 20
+_RESIDENT_DTYPES = {SAFETENSORS_DTYPE[name]: dtype for name, dtype in NUMPY_DTYPE.items()}
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Parse and check ``manifest.json`` alone, whatever state the other files are in.
+
+    Raises:
+        BundleError: no bundle directory, an unfinished one, or a manifest that is unusable.
+    """
+    if directory.name.endswith(_PARTIAL):
+        raise BundleError(f"{directory}: conversion not finished: run `flashd convert` again")
+    path = directory / MANIFEST
+    if not path.is_file():
+        if directory.with_name(directory.name + _PARTIAL).is_dir():
+            raise BundleError(f"{directory}: conversion not finished: run `flashd convert` again")
+        what = f"has no {MANIFEST}" if directory.is_dir() else "no such directory"
+        raise BundleError(f"{directory}: {what}; give a directory made by `flashd convert`")
+    with ReadOnce(path) as file:
+        if file.size_bytes > _MAX_MANIFEST_BYTES:
+            raise BundleError(f"{path}: {file.size_bytes} bytes, more than any real manifest has")
+        text = np.empty(file.size_bytes, np.uint8)
+        file.read_into(0, text)
+    return from_json(text.tobytes(), str(path))
+
+
+def open_manifest(directory: Path) -> Manifest:
+    """Read the manifest and check that every file it lists is there, with the size it says.
+
+    Raises:
+        BundleError: as ``read_manifest``, or the manifest lists too little.
+        BundleCorruptError: a file is missing or has another size.
+    """
+    manifest = read_manifest(directory)
+    for entry in manifest.files:
+        problem = size_problem(directory, entry)
+        if problem:
+            raise BundleCorruptError(f"{problem}; copy the bundle again or convert the model again")
+    rows = manifest.ffn
+    if manifest.store == "file":
+        _expect_size(directory, manifest.file(BUNDLE), bundle_bytes(rows))
+    elif not any(entry.name.startswith(ZARR + "/") for entry in manifest.files):
+        raise BundleError(f"{directory}: {MANIFEST} lists no file of {ZARR}; convert the model again")
+    _expect_size(directory, manifest.file(SUMS), 4 * rows.n_layers * rows.n_neurons)
+    manifest.file(RESIDENT)
+    return manifest
+
+
+def size_problem(directory: Path, entry: FileEntry) -> str | None:
+    """What is wrong with a listed file's presence or size; None if nothing."""
+    path = directory / entry.name
+    if not path.is_file():
+        return f"{path}: missing, expected {entry.size_bytes} bytes"
+    size = path.stat().st_size
+    if size != entry.size_bytes:
+        return f"{path}: {size} bytes, expected {entry.size_bytes}"
+    return None
+
+
+def _expect_size(directory: Path, entry: FileEntry, expected_bytes: int) -> None:
+    if entry.size_bytes != expected_bytes:
+        raise BundleError(
+            f"{directory / entry.name}: {entry.size_bytes} bytes, a model of this shape has "
+            f"{expected_bytes}; convert the model again"
+        )
+
+
+async def open_store(directory: Path, manifest: Manifest, backend: str = "auto") -> MeteredStore:
+    """Open the FFN rows of a bundle.
+
+    Args:
+        directory: the bundle.
+        manifest: from ``open_manifest``.
+        backend: ``auto``, ``direct`` or ``buffered`` (how ``ffn.bundle`` is read; a zarr bundle
+            is read by zarr with any of them), or ``memory``: all rows in RAM.
+
+    Raises:
+        ConfigError: an unknown backend, or one that does not work here.
+        BundleError, DiskReadError: the rows cannot be opened.
+    """
+    if backend not in STORE_BACKENDS:
+        raise ConfigError(f"unknown store backend {backend!r}; known: {', '.join(STORE_BACKENDS)}")
+    store = await _open_rows(directory, manifest, "auto" if backend == "memory" else backend)
+    if backend == "memory":
+        try:
+            return MeteredStore(await InMemoryStore.load(store))
+        finally:
+            await store.close()
+    return MeteredStore(store)
+
+
+async def _open_rows(directory: Path, manifest: Manifest, backend: str) -> WeightStore:
+    if manifest.store == "file":
+        engine = await open_engine(directory / BUNDLE, backend)
+        return BundleFileStore(engine, manifest.ffn, manifest.layer_offset_bytes)
+    # zarr costs a second and 60 MB: only who opens a zarr bundle pays.
+    from flashd.store.zarr_store import ZarrStore
+
+    return await ZarrStore.open(directory / ZARR, manifest.ffn)
+
+
+def load_sums(directory: Path, manifest: Manifest) -> U32Array:
+    """CRC32C of every neuron row, ``[n_layers, n_neurons]``."""
+    shape = (manifest.ffn.n_layers, manifest.ffn.n_neurons)
+    raw = np.empty(4 * shape[0] * shape[1], np.uint8)
+    with ReadOnce(directory / SUMS) as file:
+        file.read_into(0, raw)
+    return raw.view("<u4").reshape(shape)
+
+
+def resident_entries(directory: Path) -> Mapping[str, TensorEntry]:
+    """Name, dtype, shape and place of every resident tensor; reads the header alone.
+
+    Raises:
+        BundleCorruptError: as ``load_resident``.
+    """
+    path = directory / RESIDENT
+    with ReadOnce(path) as file:
+        return _read_header(file, str(path))
+
+
+def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]:
+    """Read the resident tensors into anonymous memory; nothing of them stays in the page cache.
+
+    Args:
+        directory: the bundle.
+        manifest: from ``open_manifest``.
+
+    Returns:
+        Arrays by name: float32, float16, or uint16 holding bfloat16 bits. Their memory is freed
+        when the last of them is.
+
+    Raises:
+        BundleCorruptError: the file is no safetensors file, or truncated.
+        DiskReadError: the device failed.
+    """
+    path = directory / RESIDENT
+    with ReadOnce(path) as file:
+        tensors = _read_header(file, str(path))
+        starts: dict[str, int] = {}
+        position = 0
+        for name, entry in tensors.items():
+            starts[name] = position
+            position += round_up(entry.nbytes, _TENSOR_ALIGN_BYTES)
+        arena = aligned_empty(position)
+        loaded: dict[str, WeightArray] = {}
+        for name, entry in tensors.items():
+            raw = arena[starts[name] : starts[name] + entry.nbytes]
+            file.read_into(entry.start_byte, raw)
+            loaded[name] = raw.view(_RESIDENT_DTYPES[entry.dtype]).reshape(entry.shape)
+    return loaded
+
+
+def _read_header(file: ReadOnce, where: str) -> Mapping[str, TensorEntry]:
+    prefix = np.empty(min(PREFIX_BYTES, file.size_bytes), np.uint8)
+    file.read_into(0, prefix)
+    raw = np.empty(header_length(prefix.tobytes(), file.size_bytes, where), np.uint8)
+    file.read_into(PREFIX_BYTES, raw)
+    tensors = parse_header(raw.tobytes(), file.size_bytes, where)
+    for name, entry in tensors.items():
+        if entry.dtype not in _RESIDENT_DTYPES or not 1 <= len(entry.shape) <= 2 or 0 in entry.shape:
+            raise BundleCorruptError(
+                f"{where}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected a vector or matrix "
+                f"of {', '.join(_RESIDENT_DTYPES)}; convert the model again"
+            )
+    total = sum(entry.nbytes for entry in tensors.values())
+    if total > file.size_bytes:  # overlapping tensors, which could ask for any amount of memory
+        raise BundleCorruptError(
+            f"{where}: {total} bytes of tensors in {file.size_bytes}; convert the model again"
+        )
+    return tensors

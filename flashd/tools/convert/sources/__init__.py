@@ -1,0 +1,1 @@
+"""Checkpoint formats: tensors by name, read by rows, without loading a file or running its code."""

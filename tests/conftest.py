@@ -1,0 +1,51 @@
+"""Fixtures of the whole suite: the two kinds of model, converted once, and a daemon on the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import SMOLLM2_GGUF, Daemon, hf_model, serving
+
+from flashd.tools.convert import ConvertOptions, convert
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The demo model as it is published; `make test` fetches it."""
+    assert SMOLLM2_GGUF.is_file(), f"{SMOLLM2_GGUF} is missing: run the tests with `make test`"
+    return SMOLLM2_GGUF
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as a bundle in its default dtype, f16."""
+    dest = tmp_path_factory.mktemp("smollm2") / "smollm2-135m"
+    convert(smollm2_gguf, dest, ConvertOptions(), None)
+    return dest
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
+    """``tiny(kind)``: a random ``transformers`` model and its f32 bundle; see support.CHECKPOINTS."""
+    made: dict[str, tuple[Any, Path]] = {}
+    root = tmp_path_factory.mktemp("tiny")
+
+    def get(kind: str) -> tuple[Any, Path]:
+        if kind not in made:
+            model = hf_model(kind)
+            model.save_pretrained(root / kind)
+            convert(root / kind, root / f"{kind}-bundle", ConvertOptions(dtype="f32"), None)
+            made[kind] = model, root / f"{kind}-bundle"
+        return made[kind]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def daemon(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """A daemon that serves the demo model."""
+    with serving(smollm2, tmp_path_factory.mktemp("daemon")) as running:
+        yield running

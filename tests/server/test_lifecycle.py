@@ -1,0 +1,281 @@
+"""Start, signals, sockets and the end of a daemon."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from support import Daemon, flashd_command, flashd_env, serving, wait_until
+
+from flashd.errors import SocketError
+from flashd.server.listener import Listener, lock_path, read_record
+
+Tiny = Callable[[str], tuple[Any, Path]]
+ENDLESS = {
+    "prompt": [5, 6],
+    "max_tokens": 8000,
+    "ignore_eos": True,
+    "stream": True,
+    "return_tokens": True,
+}
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny: Tiny) -> Path:
+    return tiny("llama_gqa")[1]
+
+
+def flashd(runtime_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        flashd_command(*args), env=flashd_env(runtime_dir), capture_output=True, text=True, timeout=60
+    )
+
+
+def stream_until_end(daemon: Daemon, started: threading.Event, out: list[str]) -> None:
+    with daemon.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS) as response:
+        for line in response.iter_lines():
+            out.append(line)
+            started.set()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_during_generation_ends_the_stream_and_the_daemon(
+    smollm2: Path, tmp_path: Path, number: int
+) -> None:
+    with serving(smollm2, tmp_path) as daemon:
+        out: list[str] = []
+        started = threading.Event()
+        reader = threading.Thread(target=stream_until_end, args=(daemon, started, out))
+        reader.start()
+        assert started.wait(30)
+        start = time.monotonic()
+        assert daemon.stop(number) == 0
+        took_s = time.monotonic() - start
+        reader.join(5)
+        assert not reader.is_alive()
+        lines = [line for line in out if line]
+        assert lines[-1] == "data: [DONE]"
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert took_s < 2
+        assert not daemon.socket.exists()
+        assert list(daemon.socket.parent.glob("*.lock")) == []
+
+
+def test_a_short_answer_is_finished_before_the_daemon_ends(bundle: Path, tmp_path: Path) -> None:
+    with serving(bundle, tmp_path) as daemon, daemon.http() as http:
+        body = {**ENDLESS, "max_tokens": 150}
+        with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.iter_lines()
+            next(lines)
+            daemon.process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert daemon.process.wait(2) == 0
+
+
+def test_a_second_signal_does_not_wait_for_answers(smollm2: Path, tmp_path: Path) -> None:
+    with serving(smollm2, tmp_path, "--drain-ms", "60000") as daemon:
+        out: list[str] = []
+        started = threading.Event()
+        reader = threading.Thread(target=stream_until_end, args=(daemon, started, out))
+        reader.start()
+        assert started.wait(30)
+        daemon.process.send_signal(signal.SIGTERM)
+        count = len(out)
+        wait_until(lambda: len(out) > count + 4, what="the answer goes on while the daemon drains")
+        start = time.monotonic()
+        assert daemon.stop(signal.SIGTERM) == 0
+        assert time.monotonic() - start < 2
+        reader.join(5)
+        assert not reader.is_alive()
+
+
+def test_a_signal_while_loading_ends_the_daemon(smollm2: Path, tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        flashd_command("start", "--foreground", "--model", str(smollm2)),
+        env=flashd_env(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    socket_path = tmp_path / "flashd" / "flashd.sock"
+    wait_until(socket_path.exists, what="socket")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=3)
+    assert process.returncode == 0
+    assert not socket_path.exists()
+
+
+def test_health_is_503_until_the_model_is_loaded(smollm2: Path, tmp_path: Path) -> None:
+    """The socket answers before the model is there: poll from the moment it exists."""
+    process = subprocess.Popen(
+        flashd_command("start", "--foreground", "--model", str(smollm2)),
+        env=flashd_env(tmp_path),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        path = tmp_path / "flashd" / "flashd.sock"
+        wait_until(path.exists, what="socket")
+        seen: list[int] = []
+        transport = httpx.HTTPTransport(uds=str(path))
+        with httpx.Client(transport=transport, base_url="http://flashd", timeout=10) as http:
+            loading = http.post("/v1/completions", json={"prompt": "x"})
+            while not seen or seen[-1] != 200:
+                seen.append(http.get("/health").status_code)
+        assert loading.status_code == 503
+        assert loading.json()["error"]["code"] == "loading"
+        assert set(seen) == {503, 200}
+    finally:
+        process.terminate()
+        assert process.wait(5) == 0
+
+
+def test_start_ps_stop(bundle: Path, tmp_path: Path) -> None:
+    started = flashd(tmp_path, "start", "--model", str(bundle))
+    assert started.returncode == 0, started.stderr
+    path = tmp_path / "flashd" / "flashd.sock"
+    assert started.stdout.startswith(f"flashd ready: {bundle.name} on {path} (pid ")
+    try:
+        mode = path.stat().st_mode
+        assert stat.S_ISSOCK(mode)
+        assert stat.S_IMODE(mode) == 0o600
+        again = flashd(tmp_path, "start", "--model", str(bundle), "--json")
+        assert json.loads(again.stdout)["status"] == "already running"
+        other = flashd(tmp_path, "start", "--model", str(bundle), "--name", "another")
+        assert other.returncode == 1
+        assert "already served" in other.stderr
+        assert len(other.stderr.strip().splitlines()) == 1
+        listed = json.loads(flashd(tmp_path, "ps", "--json").stdout)
+        assert [row["socket"] for row in listed] == [str(path)]
+        assert str(listed[0]["pid"]) in flashd(tmp_path, "ps").stdout
+    finally:
+        stopped = flashd(tmp_path, "stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not path.exists()
+    pid = listed[0]["pid"]
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    assert json.loads(flashd(tmp_path, "ps", "--json").stdout) == []
+    nobody = flashd(tmp_path, "stop")
+    assert nobody.returncode == 1
+    assert "no daemon serves this socket" in nobody.stderr
+
+
+def test_what_a_killed_daemon_leaves_is_replaced(bundle: Path, tmp_path: Path) -> None:
+    with serving(bundle, tmp_path) as daemon:
+        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
+        assert daemon.socket.exists()
+        assert read_record(daemon.socket) is None
+    assert json.loads(flashd(tmp_path, "ps", "--json").stdout) == []
+    with serving(bundle, tmp_path) as daemon, daemon.http() as http:
+        assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "missing"], "no such directory; give a directory made by"),
+        ([], "no model"),
+        (["--model", "BUNDLE", "--socket", "x" * 120], "give a shorter --socket"),
+        (["--model", "BUNDLE", "--socket", "/nowhere/f.sock"], "no such directory"),
+        (["--model", "BUNDLE", "--max-sessions", "17"], "expected 1 to 16"),
+        (["--model", "BUNDLE", "--backend", "tape"], "expected one of: auto, direct"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(
+    bundle: Path, tmp_path: Path, args: list[str], message: str
+) -> None:
+    for mode in (["--foreground"], []):
+        result = flashd(tmp_path, "start", *mode, *[str(bundle) if a == "BUNDLE" else a for a in args])
+        assert result.returncode == 1
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_damaged_bundle_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(bundle, broken)
+    os.truncate(broken / "ffn.bundle", 4096)
+    result = flashd(tmp_path, "start", "--model", str(broken))
+    assert result.returncode == 1
+    assert "ffn.bundle" in result.stderr
+    assert "4096" in result.stderr
+
+
+def test_listener_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    path.write_text("precious")
+    with pytest.raises(SocketError, match="is no socket"):
+        Listener(path, {})
+    assert path.read_text() == "precious"
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(SocketError, match="is no socket"):
+        Listener(path, {})
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(str(path))
+        foreign.listen()
+        with pytest.raises(SocketError, match="another program listens"):
+            Listener(path, {})
+    assert not lock_path(path).exists()
+    listener = Listener(path, {"pid": 1, "model": "m"})  # the foreign one has gone: stale
+    with pytest.raises(SocketError, match="pid 1, model m"):
+        Listener(path, {})
+    listener.close()
+    assert not path.exists()
+
+
+def test_of_many_daemons_that_start_at_once_one_wins(tmp_path: Path) -> None:
+    path = tmp_path / "s.sock"
+    won: list[Listener] = []
+    lost: list[SocketError] = []
+    gate = threading.Barrier(8)
+
+    def contend() -> None:
+        gate.wait()
+        try:
+            won.append(Listener(path, {}))
+        except SocketError as exc:
+            lost.append(exc)
+
+    threads = [threading.Thread(target=contend) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert len(lost) == 7
+    won[0].close()
+
+
+def test_an_idle_daemon_is_small_and_free_of_torch_zarr_and_gguf(bundle: Path, tmp_path: Path) -> None:
+    with serving(bundle, tmp_path) as daemon:
+        pss_bytes = psutil.Process(daemon.process.pid).memory_full_info().pss
+        assert pss_bytes < 110e6
+        mapped = Path(f"/proc/{daemon.process.pid}/maps").read_text()
+        for module in ("torch", "zarr", "numcodecs", "gguf", "transformers"):
+            assert f"/{module}/" not in mapped
+
+
+def test_the_daemon_imports_neither_torch_nor_optional_formats() -> None:
+    code = (
+        "import sys, flashd.cli.main, flashd.server.lifecycle;"
+        "print([m for m in ('torch', 'zarr', 'gguf', 'transformers', 'safetensors') if m in sys.modules])"
+    )
+    done = subprocess.run([*flashd_command()[:2], "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

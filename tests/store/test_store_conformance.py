@@ -1,0 +1,102 @@
+"""Every store through the shipped conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from flashd.disk.threads import ThreadsEngine
+from flashd.layout.manifest import BUNDLE, ZARR
+from flashd.store.bundle_file import BundleFileStore
+from flashd.store.in_memory import InMemoryStore
+from flashd.store.metered import MeteredStore
+from flashd.store.open import open_store
+from flashd.testing.bundles import MadeBundle, make_bundle
+from flashd.testing.store_suite import MadeStore, WeightStoreTests
+from flashd.types import StoreKind
+
+
+class _Opened(WeightStoreTests):
+    """Stores that ``open_store`` makes."""
+
+    backend: str
+    kind: StoreKind = "file"
+    expected_name: str
+
+    @pytest.fixture
+    async def made(self, tmp_path: Path) -> AsyncIterator[MadeStore]:
+        bundle = make_bundle(tmp_path / "bundle", self.spec, store=self.kind)
+        store = await open_store(bundle.directory, bundle.manifest, self.backend)
+        assert store.name == self.expected_name
+        yield MadeStore(store, bundle.rows, self.files(bundle))
+        await store.close()
+
+    def files(self, bundle: MadeBundle) -> list[Path]:
+        return [bundle.directory / BUNDLE]
+
+
+class TestFileDirect(_Opened):
+    backend = "direct"
+    expected_name = "file/direct"
+
+    async def test_unmetered(self, made: MadeStore) -> None:
+        assert isinstance(made.store, MeteredStore)
+        assert isinstance(made.store.inner, BundleFileStore)
+        assert made.store.inner.engine.direct
+
+
+class TestFileBuffered(_Opened):
+    backend = "buffered"
+    expected_name = "file/buffered"
+
+
+class TestZarr(_Opened):
+    backend = "auto"
+    kind: StoreKind = "zarr"
+    expected_name = "zarr"
+
+    def files(self, bundle: MadeBundle) -> list[Path]:
+        chunks = (bundle.directory / ZARR / "layers").glob("*/c/*/*")
+        return sorted(path for path in chunks if path.is_file())
+
+
+class TestInMemory(_Opened):
+    backend = "memory"
+    expected_name = "memory"
+
+    def files(self, bundle: MadeBundle) -> list[Path]:
+        return []
+
+
+class TestBareInMemory(WeightStoreTests):
+    """Without the meter around it."""
+
+    @pytest.fixture
+    async def made(self, tmp_path: Path) -> AsyncIterator[MadeStore]:
+        bundle = make_bundle(tmp_path / "bundle", self.spec)
+        store = InMemoryStore(bundle.manifest.ffn, bundle.rows.copy())
+        yield MadeStore(store, bundle.rows)
+        await store.close()
+
+
+class TestFileOnCoarserDevice(WeightStoreTests):
+    """A bundle whose stride (512) is no multiple of what the device wants (4096): rows come as
+    the aligned superset through scratch."""
+
+    @pytest.fixture
+    async def made(self, tmp_path: Path) -> AsyncIterator[MadeStore]:
+        bundle = make_bundle(tmp_path / "bundle", replace(self.spec, d_model=60))
+        assert bundle.manifest.ffn.stride_bytes % 4096
+        path = bundle.directory / BUNDLE
+        engine = ThreadsEngine(str(path), 4096)
+        store = BundleFileStore(engine, bundle.manifest.ffn, bundle.manifest.layer_offset_bytes)
+        yield MadeStore(store, bundle.rows, [path])
+        await store.close()
+
+    async def test_scratch_is_counted(self, made: MadeStore) -> None:
+        await self.test_every_layer_whole(made)
+        assert isinstance(made.store, BundleFileStore)
+        assert made.store.engine.scratch_reads > 0
