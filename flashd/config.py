@@ -1,4 +1,5 @@
-"""Settings: resolved once, frozen, and the only file that reads the environment.
+"""Settings: resolved once, frozen, and the only file that reads the environment (but for
+``FLASHD_SIMD``, which forces a level of the kernels wherever they are used).
 
 Order of precedence: flag, ``FLASHD_*`` environment variable, TOML file, default. The TOML file is
 ``$FLASHD_CONFIG``, else ``$XDG_CONFIG_HOME/flashd/config.toml`` when it exists.

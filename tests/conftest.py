@@ -28,6 +28,33 @@ def smollm2(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture(scope="session")
+def smollm2_f32(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model as an f32 bundle, which holds its dequantised values exactly."""
+    dest = tmp_path_factory.mktemp("smollm2-f32") / "smollm2-135m"
+    convert(smollm2_gguf, dest, ConvertOptions(dtype="f32"), None)
+    return dest
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2(smollm2_gguf: Path) -> Any:
+    """The demo model in ``transformers``: dequantised, float32. Loading it takes 20 s."""
+    import torch
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
+    ).eval()
+
+
+@pytest.fixture(scope="session")
+def hf_smollm2_tokenizer(smollm2_gguf: Path) -> Any:
+    """The demo model's tokenizer as ``transformers`` reads it."""
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+
+
+@pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Path]]:
     """``tiny(kind)``: a random ``transformers`` model and its f32 bundle; see support.CHECKPOINTS."""
     made: dict[str, tuple[Any, Path]] = {}

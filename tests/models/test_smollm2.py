@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import transformers
 from support import serving
-
-from flashd.tools.convert import ConvertOptions, convert
 
 CHATS = (
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -26,13 +24,11 @@ N_NEW = 48
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_greedy_text_equals_transformers(smollm2_gguf: Path, tmp_path: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    ).eval()
-    convert(smollm2_gguf, tmp_path / "f32", ConvertOptions(dtype="f32"), None)
-    with serving(tmp_path / "f32", tmp_path, "--kv-dtype", "f32") as daemon, daemon.http() as http:
+def test_greedy_text_equals_transformers(
+    smollm2_f32: Path, hf_smollm2: Any, hf_smollm2_tokenizer: Any, tmp_path: Path
+) -> None:
+    model, tokenizer = hf_smollm2, hf_smollm2_tokenizer
+    with serving(smollm2_f32, tmp_path, "--kv-dtype", "f32") as daemon, daemon.http() as http:
         for messages in CHATS:
             prompt = tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True

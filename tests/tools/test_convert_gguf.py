@@ -8,7 +8,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 
 from flashd.errors import ConversionError, FlashdError
 from flashd.models.families.rope import base_frequencies
@@ -261,14 +260,8 @@ def test_permutation_is_llama_cpps():
 
 
 @pytest.mark.slow
-def test_demo_model_equals_transformers_bit_for_bit(tmp_path, smollm2_gguf, bundle):
-    from transformers import AutoModelForCausalLM
-
-    convert(smollm2_gguf, tmp_path / "dst", ConvertOptions(dtype="f32"))
-    made = bundle(tmp_path / "dst")
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_gguf.parent, gguf_file=smollm2_gguf.name, dtype=torch.float32
-    )
+def test_demo_model_equals_transformers_bit_for_bit(smollm2_f32, hf_smollm2, bundle):
+    made, model = bundle(smollm2_f32), hf_smollm2
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     assert np.array_equal(made.resident["embed.weight"], state["model.embed_tokens.weight"])
     assert np.array_equal(made.resident["final_norm.weight"], state["model.norm.weight"])

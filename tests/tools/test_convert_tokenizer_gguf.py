@@ -16,8 +16,8 @@ from flashd.tools.convert import ConvertOptions, convert
 
 
 @pytest.mark.slow
-def test_demo_model_equals_transformers(tmp_path, smollm2_gguf, smollm2):
-    reference = AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
+def test_demo_model_equals_transformers(hf_smollm2_tokenizer, smollm2):
+    reference = hf_smollm2_tokenizer
     ours = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     chat = [
         {"role": "system", "content": "You are brief."},
