@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flashd.layout.manifest import BUNDLE, MANIFEST, RESIDENT, SUMS, ZARR, FileE
 from flashd.layout.safetensors_header import PREFIX_BYTES, TensorEntry, header_length, parse_header
 from flashd.store.base import WeightStore
 from flashd.store.bundle_file import BundleFileStore
+from flashd.store.checked import CheckedStore
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.types import NUMPY_DTYPE, SAFETENSORS_DTYPE, U32Array, WeightArray
@@ -40,6 +42,10 @@ def read_manifest(directory: Path) -> Manifest:
     if not path.is_file():
         if directory.with_name(directory.name + _PARTIAL).is_dir():
             raise BundleError(f"{directory}: conversion not finished: run `flashd convert` again")
+        if directory.is_file():
+            raise BundleError(
+                f"{directory}: a file, not a bundle directory; make one with: flashd convert {directory} DST"
+            )
         what = f"has no {MANIFEST}" if directory.is_dir() else "no such directory"
         raise BundleError(f"{directory}: {what}; give a directory made by `flashd convert`")
     with ReadOnce(path) as file:
@@ -91,14 +97,17 @@ def _expect_size(directory: Path, entry: FileEntry, expected_bytes: int) -> None
         )
 
 
-async def open_store(directory: Path, manifest: Manifest, backend: str = "auto") -> MeteredStore:
+async def open_store(
+    directory: Path, manifest: Manifest, backend: str = "auto", *, check_rows: bool = False
+) -> MeteredStore:
     """Open the FFN rows of a bundle.
 
     Args:
         directory: the bundle.
         manifest: from ``open_manifest``.
         backend: ``auto``, ``direct`` or ``buffered`` (how ``ffn.bundle`` is read; a zarr bundle
-            is read by zarr with any of them), or ``memory``: all rows in RAM.
+            is read by zarr, which has no such choice), or ``memory``: all rows in RAM.
+        check_rows: compare each row with its checksum the first time it is read.
 
     Raises:
         ConfigError: an unknown backend, or one that does not work here.
@@ -106,7 +115,14 @@ async def open_store(directory: Path, manifest: Manifest, backend: str = "auto")
     """
     if backend not in STORE_BACKENDS:
         raise ConfigError(f"unknown store backend {backend!r}; known: {', '.join(STORE_BACKENDS)}")
+    if manifest.store == "zarr" and backend in ("direct", "buffered"):
+        raise ConfigError(
+            f"{directory}: backend {backend!r} is for raw bundle files and this is a zarr bundle; "
+            "use auto or memory, or convert with --store file"
+        )
     store = await _open_rows(directory, manifest, "auto" if backend == "memory" else backend)
+    if check_rows:
+        store = CheckedStore(store, load_sums(directory, manifest), directory)
     if backend == "memory":
         try:
             return MeteredStore(await InMemoryStore.load(store))
@@ -142,7 +158,7 @@ def resident_entries(directory: Path) -> Mapping[str, TensorEntry]:
     """
     path = directory / RESIDENT
     with ReadOnce(path) as file:
-        return _read_header(file, str(path))
+        return _entries(_read_header(file, str(path)), file.size_bytes, str(path))
 
 
 def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]:
@@ -157,12 +173,13 @@ def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]
         when the last of them is.
 
     Raises:
-        BundleCorruptError: the file is no safetensors file, or truncated.
+        BundleCorruptError: the file is no safetensors file, truncated, or not what was written.
         DiskReadError: the device failed.
     """
     path = directory / RESIDENT
     with ReadOnce(path) as file:
-        tensors = _read_header(file, str(path))
+        header = _read_header(file, str(path))
+        tensors = _entries(header, file.size_bytes, str(path))
         starts: dict[str, int] = {}
         position = 0
         for name, entry in tensors.items():
@@ -170,19 +187,33 @@ def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]
             position += round_up(entry.nbytes, _TENSOR_ALIGN_BYTES)
         arena = aligned_empty(position)
         loaded: dict[str, WeightArray] = {}
-        for name, entry in tensors.items():
+        digest = hashlib.sha256(header)
+        for name, entry in sorted(tensors.items(), key=lambda item: item[1].start_byte):
             raw = arena[starts[name] : starts[name] + entry.nbytes]
             file.read_into(entry.start_byte, raw)
+            digest.update(raw.data)
             loaded[name] = raw.view(_RESIDENT_DTYPES[entry.dtype]).reshape(entry.shape)
+    # The converter leaves no gaps: header and tensors are the whole file.
+    if digest.hexdigest() != manifest.file(RESIDENT).sha256:
+        raise BundleCorruptError(
+            f"{path}: its SHA-256 is not the manifest's: damaged or exchanged; copy the bundle again "
+            "or convert the model again"
+        )
     return loaded
 
 
-def _read_header(file: ReadOnce, where: str) -> Mapping[str, TensorEntry]:
+def _read_header(file: ReadOnce, where: str) -> bytes:
+    """The file's first bytes: length prefix and header."""
     prefix = np.empty(min(PREFIX_BYTES, file.size_bytes), np.uint8)
     file.read_into(0, prefix)
-    raw = np.empty(header_length(prefix.tobytes(), file.size_bytes, where), np.uint8)
-    file.read_into(PREFIX_BYTES, raw)
-    tensors = parse_header(raw.tobytes(), file.size_bytes, where)
+    length = header_length(prefix.tobytes(), file.size_bytes, where)
+    raw = np.empty(PREFIX_BYTES + length, np.uint8)
+    file.read_into(0, raw)
+    return raw.tobytes()
+
+
+def _entries(header: bytes, file_bytes: int, where: str) -> Mapping[str, TensorEntry]:
+    tensors = parse_header(header[PREFIX_BYTES:], file_bytes, where)
     for name, entry in tensors.items():
         if entry.dtype not in _RESIDENT_DTYPES or not 1 <= len(entry.shape) <= 2 or 0 in entry.shape:
             raise BundleCorruptError(
@@ -190,8 +221,8 @@ def _read_header(file: ReadOnce, where: str) -> Mapping[str, TensorEntry]:
                 f"of {', '.join(_RESIDENT_DTYPES)}; convert the model again"
             )
     total = sum(entry.nbytes for entry in tensors.values())
-    if total > file.size_bytes:  # overlapping tensors, which could ask for any amount of memory
+    if total > file_bytes:  # overlapping tensors, which could ask for any amount of memory
         raise BundleCorruptError(
-            f"{where}: {total} bytes of tensors in {file.size_bytes}; convert the model again"
+            f"{where}: {total} bytes of tensors in {file_bytes}; convert the model again"
         )
     return tensors

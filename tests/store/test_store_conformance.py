@@ -11,6 +11,7 @@ import pytest
 from flashd.disk.threads import ThreadsEngine
 from flashd.layout.manifest import BUNDLE, ZARR
 from flashd.store.bundle_file import BundleFileStore
+from flashd.store.checked import CheckedStore
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.store.open import open_store
@@ -69,6 +70,18 @@ class TestInMemory(_Opened):
 
     def files(self, bundle: MadeBundle) -> list[Path]:
         return []
+
+
+class TestChecked(WeightStoreTests):
+    """Rows compared with their checksums when they are first read."""
+
+    @pytest.fixture
+    async def made(self, tmp_path: Path) -> AsyncIterator[MadeStore]:
+        bundle = make_bundle(tmp_path / "bundle", self.spec)
+        store = await open_store(bundle.directory, bundle.manifest, check_rows=True)
+        assert isinstance(store.inner, CheckedStore)
+        yield MadeStore(store, bundle.rows, [bundle.directory / BUNDLE])
+        await store.close()
 
 
 class TestBareInMemory(WeightStoreTests):
