@@ -1,17 +1,21 @@
 """KV cache of one sequence in one block of memory.
 
-The block is reserved for every token that the request may still produce, so that a running
-sequence can never meet a shortage of KV memory; untouched pages cost nothing.
+The block has an address for every token that the request may still produce, so that nothing ever
+moves; pages cost memory only when they are written.
 """
 
 from __future__ import annotations
 
+import mmap
+from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashd.types import NUMPY_DTYPE, F32Array, ModelSpec
+
+_MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it from 3.13 on
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: str) -> int:
@@ -26,11 +30,22 @@ class ContiguousKV:
         spec: the model.
         capacity: tokens that may be appended in all.
         dtype: ``f16`` or ``f32``.
+
+    Raises:
+        MemoryError: there is no address space for so many tokens.
     """
 
     def __init__(self, spec: ModelSpec, capacity: int, dtype: str) -> None:
         shape = (spec.n_layers, 2, spec.n_kv_heads, capacity, spec.d_head)
-        self._data = np.zeros(shape, NUMPY_DTYPE[dtype])  # calloc: pages appear when written
+        nbytes = kv_bytes_per_token(spec, dtype) * capacity
+        # Not np.zeros: where the kernel counts what is promised, 128k tokens would be refused
+        # though a few hundred are used.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            pages = mmap.mmap(-1, max(nbytes, 1), flags=flags)
+        except (OSError, OverflowError, ValueError) as exc:
+            raise MemoryError(f"no room for a KV cache of {nbytes} bytes: {exc}") from exc
+        self._data = np.frombuffer(pages, NUMPY_DTYPE[dtype], prod(shape)).reshape(shape)
         self.capacity = capacity
         self.length = 0
 

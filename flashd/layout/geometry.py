@@ -10,6 +10,7 @@ from flashd.types import NUMPY_DTYPE, DType, FFNGeometry, ModelSpec
 
 LAYER_ALIGN_BYTES = 4096
 MIN_STRIDE_ALIGN_BYTES = 512
+MAX_STRIDE_ALIGN_BYTES = 65536
 
 
 def round_up(value: int, multiple: int) -> int:

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import TypeAdapter, ValidationError
 
 from flashd.errors import BundleError
-from flashd.layout.geometry import MIN_STRIDE_ALIGN_BYTES, ffn_geometry, layer_offsets
+from flashd.layout.geometry import MAX_STRIDE_ALIGN_BYTES, MIN_STRIDE_ALIGN_BYTES, ffn_geometry, layer_offsets
 from flashd.types import DType, FFNGeometry, ModelSpec, StoreKind, TokenizerSpec
 
 FORMAT = "flashd-bundle"
@@ -26,7 +26,7 @@ ZARR = "ffn.zarr"
 SUMS = "ffn.sums"
 TOKENIZER = "tokenizer.json"
 
-_NAME = re.compile(r"^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*$")
+_NAME = re.compile(r"[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)*")
 _MAX_DIM = 1 << 31
 _MAX_MANIFEST_BYTES = 16 << 20
 
@@ -109,12 +109,18 @@ def _check(manifest: Manifest) -> None:
     _check_spec(spec)
     if ffn != ffn_geometry(spec, manifest.dtype, align_bytes=1, stride_bytes=ffn.stride_bytes):
         raise ValueError("the ffn section contradicts the model section")
-    if ffn.stride_bytes < ffn.row_bytes or ffn.stride_bytes % MIN_STRIDE_ALIGN_BYTES:
+    padding = ffn.stride_bytes - ffn.row_bytes
+    if not 0 <= padding < MAX_STRIDE_ALIGN_BYTES or ffn.stride_bytes % MIN_STRIDE_ALIGN_BYTES:
         raise ValueError(f"row stride {ffn.stride_bytes} for rows of {ffn.row_bytes} bytes")
-    if list(manifest.layer_offset_bytes) != layer_offsets(ffn):
+    # The length first: a hostile n_layers must not be turned into a list.
+    if len(manifest.layer_offset_bytes) != ffn.n_layers or (
+        list(manifest.layer_offset_bytes) != layer_offsets(ffn)
+    ):
         raise ValueError("layer_offset_bytes are not where rows of this size lie")
+    if len({entry.name for entry in manifest.files}) != len(manifest.files):
+        raise ValueError("a file is listed twice")
     for entry in manifest.files:
-        if not _NAME.match(entry.name) or ".." in entry.name.split("/"):
+        if not _NAME.fullmatch(entry.name) or ".." in entry.name.split("/"):
             raise ValueError(f"file name {entry.name!r} leaves the bundle")
 
 
@@ -127,5 +133,7 @@ def _check_spec(spec: ModelSpec) -> None:
             raise ValueError(f"model.{name} is {getattr(spec, name)}")
     if spec.n_heads % spec.n_kv_heads:
         raise ValueError(f"{spec.n_heads} heads are no multiple of {spec.n_kv_heads} KV heads")
-    if not spec.norm_eps > 0:
+    if spec.rope and spec.d_head % 2:
+        raise ValueError(f"rotary positions need an even head size, model.d_head is {spec.d_head}")
+    if not 0 < spec.norm_eps < 1:
         raise ValueError(f"model.norm_eps is {spec.norm_eps}")

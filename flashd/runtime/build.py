@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from flashd.models.decoder import Decoder
 from flashd.models.layers import as_f32
 from flashd.prefetch.resident import ResidentFFN
 from flashd.prefetch.stream import StreamingFFN
+from flashd.runtime.background import in_thread
 from flashd.runtime.costs import CostClock
 from flashd.runtime.engine import Engine
 from flashd.runtime.tokenizer import Tokenizer
@@ -54,12 +54,12 @@ async def build(config: DaemonConfig) -> Runtime:
     if config.threads:
         kernels.set_threads(config.threads)
     directory = config.model_dir
-    manifest = await asyncio.to_thread(open_manifest, directory)
-    weights = await asyncio.to_thread(load_resident, directory, manifest)
+    manifest = await in_thread(open_manifest, directory)
+    weights = await in_thread(load_resident, directory, manifest)
     tokenizer = None
     if manifest.tokenizer is not None and any(f.name == TOKENIZER for f in manifest.files):
-        tokenizer = await asyncio.to_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
-    store = await open_store(directory, manifest, config.backend)
+        tokenizer = await in_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
+    store = await open_store(directory, manifest, config.backend, check_rows=True)
     lane = ComputeLane()
     spec = manifest.model
     ffn = _ffn(store, lane, spec, weights)
@@ -76,12 +76,24 @@ async def build(config: DaemonConfig) -> Runtime:
     )
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     log.info(
-        "loaded %s: %d layers, %.0f MB resident, FFN %.0f MB through %s",
+        "loaded %s: %d layers, %s, resident %.1f MB, FFN %.1f MB through %s",
         directory.name,
         spec.n_layers,
+        manifest.dtype,
         resident_bytes / 1e6,
         manifest.ffn.n_layers * manifest.ffn.layer_bytes / 1e6,
         store.name,
+    )
+    if not kernels.NATIVE:
+        log.warning("the native kernels are not installed: NumPy twins compute, several times slower")
+    log.info(
+        "kernels %s on %d threads, KV cache %s, %d sessions, tokenizer %s, chat template %s",
+        kernels.simd_level() if kernels.NATIVE else "numpy",
+        kernels.threads(),
+        config.kv_dtype,
+        config.max_sessions,
+        "yes" if tokenizer else "no",
+        "yes" if tokenizer and tokenizer.has_chat_template else "no",
     )
     return Runtime(manifest, store, lane, ffn, engine, tokenizer, resident_bytes)
 

@@ -93,7 +93,8 @@ class Engine:
             raise RequestError("the daemon is shutting down", code="shutting_down", status=503)
         if len(self._waiting) >= self._max_queue + self._max_sessions - len(self._running):
             raise RequestError(
-                f"{len(self._waiting)} requests are waiting already; try again later",
+                f"{len(self._running)} requests are running and {len(self._waiting)} are waiting, no "
+                "more are taken; try again later",
                 code="queue_full",
                 status=429,
             )
@@ -103,6 +104,7 @@ class Engine:
             limit = min(limit, params.max_tokens)
         text = None if self._tokenizer is None else TextStream(self._tokenizer, params.stop)
         session = Session(prompt, params, limit, text)
+        log.debug("request %d: %d prompt tokens, up to %d more", session.id, len(prompt), session.limit)
         self._waiting.append(session)
         self.idle.clear()
         self._work.set()
@@ -116,7 +118,12 @@ class Engine:
                 self._work.clear()
                 await self._work.wait()
                 continue
-            await self.step()
+            try:
+                await self.step()
+            except Exception as exc:
+                log.exception("a step failed")
+                self._fail(self._running, EngineError(f"internal error: {exc!r}; see the daemon's log"))
+                self._retire()
 
     async def step(self) -> None:
         """One chunk of the oldest unfinished prompt, then one token for every other sequence."""
@@ -147,7 +154,14 @@ class Engine:
         while self._waiting and len(self._running) < self._max_sessions:
             session = self._waiting.popleft()
             capacity = len(session.prompt) + session.limit - 1
-            session.kv = ContiguousKV(self._decoder.spec, capacity, self._kv_dtype)
+            try:
+                session.kv = ContiguousKV(self._decoder.spec, capacity, self._kv_dtype)
+            except MemoryError as exc:
+                session.fail(
+                    RequestError(f"{exc}; ask for fewer max_tokens", code="out_of_memory", status=503)
+                )
+                self._finish(session)
+                continue
             session.timing.admitted_s = perf_counter()
             self.stats.queue_time_s.observe(session.timing.admitted_s - session.timing.submitted_s)
             self._running.append(session)
@@ -198,7 +212,10 @@ class Engine:
             self.stats.time_to_first_token_s.observe(now - timing.submitted_s)
         timing.last_token_s = now
         self.stats.generated_tokens += 1
-        session.accept(token, self._eos)
+        try:
+            session.accept(token, self._eos)
+        except FlashdError as exc:  # the tokenizer can't turn it into text
+            session.fail(exc)
 
     def _retire(self) -> None:
         for session in [s for s in self._running if s.finish_reason is not None or s.cancelled]:
@@ -209,7 +226,9 @@ class Engine:
     def _finish(self, session: Session) -> None:
         session.kv = None
         session.timing.finished_s = perf_counter()
-        self.stats.finished[session.finish_reason or "cancelled"] += 1
+        reason = session.finish_reason or "cancelled"
+        log.debug("request %d: %s after %d tokens", session.id, reason, len(session.generated))
+        self.stats.finished[reason] += 1
         self.stats.e2e_latency_s.observe(session.timing.finished_s - session.timing.submitted_s)
 
     def _gauges(self) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HFTokenizer
 
@@ -14,6 +17,7 @@ from flashd.errors import RequestError, TokenizerError
 from flashd.types import TokenizerSpec
 
 _REPLACEMENT = "\ufffd"
+MAX_TEMPLATE_CHARS = 64 << 20
 
 
 class Tokenizer:
@@ -33,13 +37,13 @@ class Tokenizer:
             self._inner = HFTokenizer.from_file(str(path))
         except Exception as exc:  # the library raises bare Exception
             raise TokenizerError(f"{path}: not a usable tokenizer ({exc}); convert again") from exc
+        vocabulary = self._inner.get_vocab(with_added_tokens=True)
+        self.longest_token_chars = max(map(len, vocabulary), default=1)
         self._template = None
         if spec.chat_template:
-            env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-            env.globals["raise_exception"] = _raise
             try:
-                self._template = env.from_string(spec.chat_template)
-            except TemplateError as exc:
+                self._template = _Sandbox().from_string(spec.chat_template)
+            except Exception as exc:  # TemplateError, RecursionError, whatever a parser can meet
                 raise TokenizerError(f"the model's chat template is invalid: {exc}") from exc
 
     @property
@@ -49,7 +53,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, plain: bool = True) -> list[int]:
         """Token ids of a text; ``plain`` puts the BOS token in front where the model wants it."""
-        ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        with _library_errors("encode this text"):
+            ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         if plain and self.spec.add_bos and self.spec.bos_id is not None:
             return [self.spec.bos_id, *ids]
         return ids
@@ -82,8 +87,39 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        with _library_errors("decode these tokens"):
+            text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
+
+
+@contextmanager
+def _library_errors(what: str) -> Iterator[None]:
+    """Translate what the tokenizer library raises, its panics included: they are no Exceptions."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError):
+        raise
+    except BaseException as exc:
+        raise TokenizerError(f"the model's tokenizer cannot {what}: {exc}") from exc
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Where chat templates run: no way to Python's objects, no text multiplied without bounds."""
+
+    intercepted_binops = frozenset(("*", "**", "+"))
+
+    def __init__(self) -> None:
+        # Unoptimised: constant expressions must not be computed while the template is compiled.
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False)
+        self.globals["raise_exception"] = _raise
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Arithmetic of a template; sequences and numbers stay of a size that templates need."""
+        size = sum(len(x) if hasattr(x, "__len__") else 0 for x in (left, right))
+        factor = max((abs(x) for x in (left, right) if isinstance(x, int)), default=1)
+        if size * (factor if operator == "*" else 1) > MAX_TEMPLATE_CHARS or operator == "**":
+            raise TemplateError(f"the template's {operator} makes something too large")
+        return super().call_binop(context, operator, left, right)
 
 
 def _raise(message: str) -> None:

@@ -16,14 +16,29 @@ from starlette.types import Receive, Scope, Send
 from flashd import __version__, kernels
 from flashd.errors import FlashdError, RequestError
 from flashd.metrics.exporter import CONTENT_TYPE, Exporter, ModelView
+from flashd.runtime.background import in_thread
 from flashd.runtime.build import Runtime
+from flashd.runtime.engine import EngineError
 from flashd.runtime.session import Session
+from flashd.runtime.tokenizer import Tokenizer
 from flashd.server.answer import Answer, error_body
+from flashd.server.limits import BodyLimit
 from flashd.server.schemas import ChatRequest, CompletionRequest
 from flashd.stats import ServerStats
 
 # OpenAI's own default for the older endpoint; chat answers run to their end.
 COMPLETION_MAX_TOKENS = 16
+TEMPLATE_TIMEOUT_S = 10.0
+_HTTP_CODES = {
+    400: "invalid_json",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_long",
+}
+_NO_TOKENIZER = (
+    "this model has no tokenizer: send token ids to /v1/completions, or convert the model again "
+    "with --tokenizer tokenizer.json"
+)
 
 
 class AppState:
@@ -75,6 +90,7 @@ def create_app(state: AppState) -> FastAPI:
     """The application; handlers read ``state`` at every request."""
     app = FastAPI(title="flashd", version=__version__, description=__doc__)
     app.state.flashd = state
+    app.add_middleware(BodyLimit)
     _add_errors(app, state)
     _add_facts(app, state)
 
@@ -86,11 +102,10 @@ def create_app(state: AppState) -> FastAPI:
         prompt = body.prompt
         if isinstance(prompt, str):
             if runtime.tokenizer is None:
-                raise RequestError(
-                    "this model has no tokenizer: send the prompt as token ids", param="prompt"
-                )
+                raise RequestError(_NO_TOKENIZER, param="prompt", code="no_tokenizer")
+            _check_length(len(prompt), runtime, runtime.tokenizer)
             # A text of some hundred kilobytes takes long enough to be noticed by other requests.
-            ids = await asyncio.to_thread(runtime.tokenizer.encode, prompt) if prompt else []
+            ids = await in_thread(runtime.tokenizer.encode, prompt) if prompt else []
         else:
             ids = [int(token) for token in prompt if isinstance(token, int)]
         session = runtime.engine.submit(ids, body.sampling(COMPLETION_MAX_TOKENS))
@@ -102,16 +117,32 @@ def create_app(state: AppState) -> FastAPI:
         runtime = state.ready()
         state.check_model(body.model)
         if runtime.tokenizer is None:
-            raise RequestError(
-                "this model has no tokenizer: use /v1/completions with token ids",
-                code="no_chat_template",
-            )
+            raise RequestError(_NO_TOKENIZER, param="messages", code="no_tokenizer")
         messages = [message.plain() for message in body.messages]
-        ids = await asyncio.to_thread(runtime.tokenizer.encode_chat, messages)
+        _check_length(sum(len(m["content"]) for m in messages), runtime, runtime.tokenizer)
+        try:
+            async with asyncio.timeout(TEMPLATE_TIMEOUT_S):
+                ids = await in_thread(runtime.tokenizer.encode_chat, messages)
+        except TimeoutError as exc:
+            raise RequestError(
+                f"the model's chat template took more than {TEMPLATE_TIMEOUT_S:.0f} s on these messages",
+                param="messages",
+            ) from exc
         session = runtime.engine.submit(ids, body.sampling(None))
         return await _reply(state, body, session, request, chat=True)
 
     return app
+
+
+def _check_length(chars: int, runtime: Runtime, tokenizer: Tokenizer) -> None:
+    """Refuse a text that can't fit before anybody spends minutes on tokenizing it."""
+    context = runtime.manifest.model.max_context
+    if chars > context * tokenizer.longest_token_chars:
+        raise RequestError(
+            f"a prompt of {chars} characters cannot fit into the model's context of {context} tokens",
+            code="context_length_exceeded",
+            param="prompt",
+        )
 
 
 async def _reply(
@@ -190,6 +221,24 @@ def _add_facts(app: FastAPI, state: AppState) -> None:
         return Response(state.exporter.text(), media_type=CONTENT_TYPE)
 
 
+def _invalid(problem: dict[str, Any]) -> RequestError:
+    """One line about the first thing that is wrong with a request body."""
+    kind = problem["type"]
+    if kind == "json_invalid":
+        position = problem["loc"][-1]
+        return RequestError(f"the body is not valid JSON (at byte {position})", code="invalid_json")
+    where = [str(part) for part in problem["loc"] if part != "body"]
+    if not where:
+        return RequestError(
+            "the body is no JSON object; send one, with the header Content-Type: application/json"
+        )
+    if kind == "extra_forbidden":
+        return RequestError(f"{where[0]}: unsupported parameter", param=where[0])
+    # Union members and validators appear in the path; the field's own name is what helps.
+    message = str(problem["msg"]).removeprefix("Value error, ")
+    return RequestError(f"{where[0]}: {message}", param=where[0])
+
+
 def _model(state: AppState) -> dict[str, Any]:
     body: dict[str, Any] = {
         "id": state.model_name,
@@ -215,22 +264,15 @@ def _add_errors(app: FastAPI, state: AppState) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, exc: RequestValidationError) -> JSONResponse:
-        first = exc.errors()[0]
-        where = [str(part) for part in first["loc"] if part != "body"]
-        message = str(first["msg"])
-        if first["type"] == "extra_forbidden":
-            message = "unsupported parameter"
-        param = where[0] if where else None
-        return respond(
-            RequestError(
-                f"{'.'.join(where) or 'body'}: {message}",
-                code="invalid_json" if first["type"] == "json_invalid" else "invalid_value",
-                param=param,
-            )
-        )
+        return respond(_invalid(exc.errors()[0]))
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, exc: HTTPException) -> JSONResponse:
         # A body nested deeper than the parser can follow arrives here, as a 400.
-        code = {400: "invalid_json", 404: "not_found", 405: "method_not_allowed"}.get(exc.status_code)
-        return respond(RequestError(str(exc.detail), code=code or "invalid_request", status=exc.status_code))
+        code = _HTTP_CODES.get(exc.status_code, "invalid_request")
+        return respond(RequestError(str(exc.detail), code=code, status=exc.status_code))
+
+    @app.exception_handler(Exception)
+    async def unexpected(_: Request, exc: Exception) -> JSONResponse:
+        # The traceback goes to the log: the server raises it again after this answer.
+        return respond(EngineError(f"internal error: {exc!r}; see the daemon's log"))

@@ -1,17 +1,30 @@
 """Request bodies of the OpenAI-compatible API.
 
-Nothing is accepted and ignored: a field that isn't here is refused by name.
+Nothing is accepted and ignored: a field that isn't here is refused by name, unless its value asks
+for nothing.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from flashd.runtime.sampling import SamplingParams
 
-Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+def _whole_text(value: str) -> str:
+    """Refuse half a surrogate pair: JSON can say it, no text encoding can."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as exc:
+        raise ValueError(f"half a surrogate pair at character {exc.start}") from exc
+    return value
+
+
+Text = Annotated[str, AfterValidator(_whole_text)]
+MAX_STOPS = 4
+MAX_STOP_CHARS = 256
 MAX_SEED = (1 << 63) - 1
 
 
@@ -23,10 +36,45 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+# Values of OpenAI's other parameters that ask for nothing; clients send them by habit. ``None`` is
+# neutral for every parameter.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "metadata": ({},),
+    "min_p": (0,),
+    "parallel_tool_calls": (True, False),
+    "presence_penalty": (0,),
+    "repeat_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+}
+
+
 class _Generation(BaseModel):
     """What both kinds of completion share."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_neutral(cls, body: Any) -> Any:
+        """Take out parameters that aren't supported but ask for nothing either."""
+        if not isinstance(body, dict):
+            return body
+        return {
+            key: value
+            for key, value in body.items()
+            if key in cls.model_fields or not (value is None or value in _NEUTRAL.get(key, ()))
+        }
 
     model: str | None = Field(None, description="Id from /v1/models; may be left out.")
     max_tokens: int | None = Field(None, ge=1, description="Tokens to generate at most.")
@@ -34,7 +82,7 @@ class _Generation(BaseModel):
     top_p: float | None = Field(None, gt=0, le=1, description="Nucleus mass. Default 1.")
     top_k: int | None = Field(None, ge=0, description="Candidates kept; 0 is off. Default 0.")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="Same seed, same text.")
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = Field(
+    stop: Text | list[Text] | None = Field(
         None, description="Up to four strings that end the answer and are not part of it."
     )
     n: Literal[1] | None = Field(None, description="Only 1.")
@@ -43,6 +91,16 @@ class _Generation(BaseModel):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = Field(None, description="Go on after end-of-sequence tokens.")
     return_tokens: bool | None = Field(None, description="Token ids in choices[].tokens.")
+
+    @field_validator("stop")
+    @classmethod
+    def _check_stop(cls, value: str | list[str] | None) -> str | list[str] | None:
+        stops = [value] if isinstance(value, str) else value or []
+        if len(stops) > MAX_STOPS:
+            raise ValueError(f"{len(stops)} stop strings, expected at most {MAX_STOPS}")
+        if any(not 1 <= len(stop) <= MAX_STOP_CHARS for stop in stops):
+            raise ValueError(f"a stop string has 1 to {MAX_STOP_CHARS} characters")
+        return value
 
     def sampling(self, default_max_tokens: int | None) -> SamplingParams:
         """The engine's view of this request."""
@@ -65,7 +123,7 @@ class _Generation(BaseModel):
 class CompletionRequest(_Generation):
     """``POST /v1/completions``."""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(
+    prompt: Text | list[int] | list[Text] | list[list[int]] = Field(
         description="One text, or one list of token ids (each may be wrapped in a list of one)."
     )
 
@@ -85,7 +143,7 @@ class TextPart(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class Message(BaseModel):
@@ -94,8 +152,8 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     role: Literal["system", "user", "assistant", "developer"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: Text | list[TextPart]
+    name: Text | None = None
 
     def plain(self) -> dict[str, str]:
         """What a chat template understands."""

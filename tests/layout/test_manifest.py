@@ -47,6 +47,10 @@ def test_survives_a_round_trip(manifest: Manifest) -> None:
         (("files", 0, "name"), "../x", "leaves the bundle"),
         (("files", 0, "name"), "/etc/passwd", "leaves the bundle"),
         (("files", 0, "name"), "a/../../x", "leaves the bundle"),
+        (("files", 0, "name"), "abc\n", "leaves the bundle"),
+        (("ffn", "stride_bytes"), 1 << 23, "stride"),
+        (("model", "d_head"), 7, "even head size"),
+        (("model", "norm_eps"), 1e400, "norm_eps"),
         (("dtype",), "int8", "dtype"),
     ],
 )
@@ -57,6 +61,20 @@ def test_a_wrong_value_is_named(
         from_json(changed(manifest, *path, value=value), "dir/manifest.json")
     assert str(caught.value).startswith("dir/manifest.json")
     assert "\n" not in str(caught.value)
+
+
+def test_a_huge_number_of_layers_is_refused_at_once(manifest: Manifest) -> None:
+    body = json.loads(to_json(manifest))
+    body["model"]["n_layers"] = body["ffn"]["n_layers"] = (1 << 31) - 1
+    with pytest.raises(BundleError, match="layer_offset_bytes"):
+        from_json(json.dumps(body).encode(), "m")
+
+
+def test_a_file_listed_twice_is_refused(manifest: Manifest) -> None:
+    body = json.loads(to_json(manifest))
+    body["files"].append(body["files"][0])
+    with pytest.raises(BundleError, match="listed twice"):
+        from_json(json.dumps(body).encode(), "m")
 
 
 @pytest.mark.parametrize("text", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b"null"])

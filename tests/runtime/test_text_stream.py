@@ -83,6 +83,42 @@ def test_a_chat_template_may_refuse_and_cannot_reach_python(tokenizer: Tokenizer
             hostile.encode_chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a' * (10 ** 10) }}",
+        "{{ 'a' * 10000000000 }}",
+        "{{ [0] * 10000000000 }}",
+        "{{ 10 ** 100000000 }}",
+        "{% for i in range(10000000) %}x{% endfor %}",
+    ],
+)
+def test_a_template_cannot_blow_up_memory(tokenizer: Tokenizer, tmp_path: Path, template: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer._inner.to_str())
+    hostile = Tokenizer(path, TokenizerSpec(chat_template=template))
+    with pytest.raises(RequestError, match="chat template refuses"):
+        hostile.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_a_template_that_cannot_be_parsed_is_a_named_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokenizer._inner.to_str())
+    with pytest.raises(TokenizerError, match="template is invalid"):
+        Tokenizer(path, TokenizerSpec(chat_template="{{" + "(" * 5000 + "}}"))
+
+
+def test_a_panic_of_the_library_is_a_named_error(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    body = json.loads(tokenizer._inner.to_str())
+    strip = {"type": "Strip", "content": "a", "start": 0, "stop": 50}
+    body["decoder"] = {"type": "Sequence", "decoders": [body["decoder"], strip]}
+    path.write_text(json.dumps(body))
+    broken = Tokenizer(path, TokenizerSpec())
+    with pytest.raises(TokenizerError, match="cannot decode"):
+        broken.decode(broken.encode("aaa"))
+
+
 def test_without_a_template_a_chat_is_refused_with_its_code(tokenizer: Tokenizer, tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(tokenizer._inner.to_str())

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from support import Daemon
 
@@ -182,6 +184,54 @@ def test_a_body_that_is_no_json_object(http: httpx.Client, content: bytes, code:
     response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code in (400, 422)
     assert response.json()["error"]["code"] == code
+
+
+def test_parameters_that_ask_for_nothing_are_accepted(http: httpx.Client) -> None:
+    neutral = {
+        "frequency_penalty": 0, "presence_penalty": 0.0, "logprobs": False, "logit_bias": None, "tools": [],
+        "response_format": {"type": "text"}, "store": False, "n": 1, "user": "me", "whatever": None,
+    }  # fmt: skip
+    body = {"messages": QUESTION, "max_tokens": 1, **neutral}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+    for name, value in (("frequency_penalty", 0.5), ("logprobs", True), ("tools", [{}]), ("whatever", 0)):
+        refused = http.post("/v1/chat/completions", json={**body, name: value})
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == f"{name}: unsupported parameter"
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_that_is_too_long_is_refused_and_not_held(
+    http: httpx.Client, daemon: Daemon, chunked: bool
+) -> None:
+    rss = psutil.Process(daemon.process.pid).memory_info().rss
+    block = b"x" * (1 << 20)
+    blocks = iter([b'{"prompt": "', *[block] * 100, b'"}'])
+    content = blocks if chunked else b"".join(blocks)
+    try:
+        response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    except httpx.WriteError:  # answered and closed before all was sent
+        pass
+    else:
+        assert response.status_code == 413
+        assert response.json()["error"]["code"] == "body_too_long"
+    assert http.get("/health").status_code == 200
+    assert psutil.Process(daemon.process.pid).memory_info().rss < rss + (64 << 20)
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(http: httpx.Client) -> None:
+    start = time.monotonic()
+    response = http.post("/v1/completions", json={"prompt": "7" * (7 << 20)})
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert time.monotonic() - start < 3
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop"])
+def test_half_a_surrogate_pair_is_a_bad_request(http: httpx.Client, field: str) -> None:
+    content = json.dumps({"prompt": "x", field: "a\ud800b"})
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == field
+    assert "surrogate" in response.json()["error"]["message"]
 
 
 def test_bad_chats_and_unknown_paths(http: httpx.Client) -> None:

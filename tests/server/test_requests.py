@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import threading
@@ -11,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from support import Daemon, serving, wait_until
 
@@ -92,7 +95,7 @@ def test_text_for_a_model_without_tokenizer_is_refused(small: Daemon) -> None:
         assert text.status_code == 400
         assert "token ids" in text.json()["error"]["message"]
         chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}]})
-        assert chat.json()["error"]["code"] == "no_chat_template"
+        assert chat.json()["error"]["code"] == "no_tokenizer"
 
 
 def test_the_last_place_of_the_context_can_be_used(small: Daemon) -> None:
@@ -102,6 +105,39 @@ def test_the_last_place_of_the_context_can_be_used(small: Daemon) -> None:
             choice = http.post("/v1/completions", json={**body, "prompt": [9] * length}).json()["choices"][0]
             assert len(choice["tokens"]) == expected
             assert choice["finish_reason"] == "length"
+
+
+def broken_tokenizer(bundle: Path) -> None:
+    """A tokenizer whose decoder panics on some texts, and a context beyond any memory."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    tokenizer = json.loads((bundle / "tokenizer.json").read_text())
+    strip = {"type": "Strip", "content": " ", "start": 0, "stop": 50}
+    tokenizer["decoder"] = {"type": "Sequence", "decoders": [tokenizer["decoder"], strip]}
+    content = json.dumps(tokenizer).encode()
+    (bundle / "tokenizer.json").write_bytes(content)
+    entry = next(file for file in manifest["files"] if file["name"] == "tokenizer.json")
+    entry |= {"size_bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    manifest["model"]["max_context"] = 1 << 30
+    (bundle / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_what_fails_for_one_request_leaves_the_others_alone(smollm2: Path, tmp_path: Path) -> None:
+    bundle = tmp_path / "broken"
+    shutil.copytree(smollm2, bundle)
+    broken_tokenizer(bundle)
+    with serving(bundle, tmp_path) as daemon, daemon.http() as http:
+        body = {"prompt": " 1 1 1 1 1", "temperature": 0, "max_tokens": 4}
+        failed = http.post("/v1/completions", json=body)
+        assert failed.status_code == 500
+        assert failed.json()["error"]["code"] == "TokenizerError"
+        # Without max_tokens the request may fill the whole context: address space, not memory.
+        chat = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
+        with http.stream("POST", "/v1/chat/completions", json={**chat, "stream": True}) as response:
+            lines = response.iter_lines()
+            assert response.status_code == 200
+            next(lines)
+        assert http.get("/health").status_code == 200
+        assert psutil.Process(daemon.process.pid).memory_info().rss < 1 << 30
 
 
 def test_a_bundle_cut_short_under_the_daemon_fails_requests_not_the_daemon(
