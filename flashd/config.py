@@ -11,7 +11,7 @@ import os
 import stat
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,13 +63,18 @@ class DaemonConfig:
 
     @property
     def model_dir(self) -> Path:
-        """The bundle directory as an absolute path."""
-        return Path(self.model).expanduser().absolute()
+        """The bundle directory as an absolute path without links."""
+        return Path(self.model).expanduser().resolve()
 
     @property
     def socket_path(self) -> Path:
         """The Unix socket as an absolute path."""
         return Path(self.socket).expanduser().absolute() if self.socket else default_socket()
+
+    def settings(self) -> dict[str, Any]:
+        """All settings with paths resolved: equal for daemons that do the same."""
+        paths = {"model": str(self.model_dir), "socket": str(self.socket_path)}
+        return {**asdict(self), **paths, "name": self.served_name}
 
     @property
     def served_name(self) -> str:
@@ -100,63 +105,94 @@ def resolve(flags: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     environ = os.environ if environ is None else environ
     known = {item.name: item.type for item in fields(DaemonConfig)}
     values: dict[str, Any] = {}
-    for key, value in _toml(environ).items():
-        if key not in known:
-            raise ConfigError(f"unknown key {key!r} in the TOML file; known: {', '.join(known)}")
-        values[key] = _typed(key, value, known[key])
+    values.update(_toml(environ))
     for key, kind in known.items():
         text = environ.get(ENV_PREFIX + key.upper())
         if text:
-            values[key] = _typed(key, text, kind)
+            values[key] = _from_text(key, text, kind)
     values.update({key: value for key, value in flags.items() if value is not None})
     if not values.get("model"):
         raise ConfigError("no model: give --model DIR (a directory made by `flashd convert`)")
     return DaemonConfig(**values)
 
 
-def _typed(key: str, value: Any, kind: Any) -> Any:
+def _from_text(key: str, text: str, kind: Any) -> Any:
+    """Value of an environment variable."""
     if kind != "int":
-        return str(value)
+        return text
     try:
-        return int(value)
+        return int(text)
     except ValueError as exc:
-        raise ConfigError(f"{key} is {value!r}, expected a whole number") from exc
+        name = ENV_PREFIX + key.upper()
+        raise ConfigError(f"{name} is {text!r}, expected a whole number") from exc
 
 
 def _toml(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The configuration file's values; relative paths in it are relative to the file."""
     explicit = environ.get("FLASHD_CONFIG")
     base = environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     path = Path(explicit) if explicit else Path(base) / "flashd" / "config.toml"
     if not explicit and not path.is_file():
         return {}
     try:
-        return tomllib.loads(path.read_text())
-    except (OSError, ValueError) as exc:
-        raise ConfigError(f"{path}: cannot read the configuration: {exc}") from exc
+        values = tomllib.loads(path.read_text())
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot read the configuration: {exc.strerror}") from exc
+    except ValueError as exc:
+        raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+    known = {item.name: item.type for item in fields(DaemonConfig)}
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(f"{path}: unknown key {key!r}; known: {', '.join(known)}")
+        expected = int if known[key] == "int" else str
+        if type(value) is not expected:
+            what = "a whole number" if expected is int else "a text in quotes"
+            raise ConfigError(f"{path}: {key} is {value!r}, expected {what}")
+        if key in ("model", "socket") and value:
+            values[key] = str(path.parent / Path(str(value)).expanduser())
+    return values
 
 
 def runtime_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Directory of sockets and state of this user's daemons; made with mode 0700 if missing.
+    """Directory of sockets, logs and records of this user's daemons; made (0700) if missing.
 
     ``$XDG_RUNTIME_DIR/flashd``, or a directory of this user's in ``/tmp`` where there is none.
 
     Raises:
-        ConfigError: it exists but belongs to somebody else, or others may write to it.
+        ConfigError: it can't be made, belongs to somebody else, or others may write to it.
     """
     environ = os.environ if environ is None else environ
-    base = environ.get("XDG_RUNTIME_DIR")
-    path = Path(base) / "flashd" if base else Path(f"/tmp/flashd-{os.getuid()}")
+    path = runtime_dirs(environ)[0]
     try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         info = path.lstat()
     except OSError as exc:
-        raise ConfigError(f"{path}: cannot make the runtime directory ({exc}); give --socket PATH") from exc
+        raise ConfigError(
+            f"{path}: cannot make the runtime directory: {exc.strerror}; "
+            "set XDG_RUNTIME_DIR to a directory of yours, or unset it"
+        ) from exc
     if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid() or info.st_mode & 0o022:
         raise ConfigError(f"{path}: not a private directory of this user; remove it or set XDG_RUNTIME_DIR")
     return path
 
 
+def runtime_dirs(environ: Mapping[str, str] | None = None) -> list[Path]:
+    """Where this user's daemons may be, the first one being where new ones go. Makes nothing."""
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_RUNTIME_DIR")
+    fallback = Path(f"/tmp/flashd-{os.getuid()}")
+    return [Path(base) / "flashd", fallback] if base else [fallback]
+
+
 def default_socket() -> Path:
-    """Where the daemon listens and clients look when nobody says otherwise."""
-    given = os.environ.get("FLASHD_SOCKET")
+    """Where the daemon listens and clients look when nobody says otherwise.
+
+    ``$FLASHD_SOCKET``, else ``socket`` of the configuration file, else in the runtime directory.
+    """
+    given = os.environ.get("FLASHD_SOCKET") or _toml(os.environ).get("socket")
     return Path(given).expanduser().absolute() if given else runtime_dir() / "flashd.sock"
+
+
+def traceback_wanted() -> bool:
+    """Whether internal errors of a command shall show their traceback."""
+    return bool(os.environ.get("FLASHD_TRACEBACK"))

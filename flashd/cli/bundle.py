@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from flashd.cli.daemon import JsonOption
-from flashd.cli.render import ByteProgress, fail, human_bytes, print_json, table
+from flashd.cli.render import (
+    EXIT_FAILURE,
+    EXIT_INTERRUPTED,
+    ByteProgress,
+    fail,
+    human_bytes,
+    note,
+    print_error,
+    print_json,
+    table,
+)
 from flashd.errors import ConfigError
+from flashd.layout.manifest import TOKENIZER
 from flashd.types import DTYPES
 
 
@@ -32,9 +44,14 @@ def convert(
         if value not in known:
             raise ConfigError(f"--{name} is {value!r}, expected one of: {', '.join(known)}")
     options = ConvertOptions(dtype=dtype, store=store, overwrite=overwrite, tokenizer=tokenizer)  # type: ignore[arg-type]  # checked above
-    with ByteProgress() as progress:
-        manifest = run(source, dest, options, progress)
+    try:
+        with ByteProgress() as progress:
+            manifest = run(source, dest, options, progress)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on from what is safely on disk", EXIT_INTERRUPTED)
     total = sum(entry.size_bytes for entry in manifest.files)
+    if not any(entry.name == TOKENIZER for entry in manifest.files):
+        note("no tokenizer found: the model takes token ids only; --tokenizer tokenizer.json adds one")
     if as_json:
         print_json({"bundle": str(dest), "bytes": total, "dtype": manifest.dtype, "store": manifest.store})
     else:
@@ -54,7 +71,7 @@ def inspect(
     if as_json:
         print_json(asdict(report))
         return
-    table(("", directory.name), report.rows())
+    table(("FACT", "VALUE"), report.rows())
 
 
 def verify(
@@ -69,7 +86,11 @@ def verify(
         report = run(directory, progress)
     if as_json:
         print_json(asdict(report))
+        sys.exit(EXIT_FAILURE if report.problems else 0)
+    for name in report.unlisted:
+        note(f"{directory / name}: not part of the bundle")
+    for problem in report.problems:
+        print_error(problem)
     if report.problems:
-        fail("; ".join(report.problems))
-    if not as_json:
-        print(f"{directory}: all checksums right ({human_bytes(report.checked_bytes)})")
+        sys.exit(EXIT_FAILURE)
+    print(f"{directory}: all checksums right ({human_bytes(report.checked_bytes)})")

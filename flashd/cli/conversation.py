@@ -23,6 +23,7 @@ from flashd.cli.render import (
     print_json,
     safe_text,
 )
+from flashd.config import default_socket
 
 NO_CHAT_TEMPLATE = "no_chat_template"
 # A base model goes on until its context is full.
@@ -138,7 +139,7 @@ def ask(
     text = _utf8(_prompt(prompt))
     output, reply = Output(silent=as_json), Reply()
     try:
-        with Client(socket) as client:
+        with Client(socket or default_socket()) as client:
             reply.read(_answer(client, text, system, raw, options), output.write)
     except FlashdClientError as exc:
         output.end_line()
@@ -201,7 +202,7 @@ def _utf8(text: str) -> str:
 def converse(*, system: str | None, socket: Path | None, options: dict[str, Any], stats: bool) -> None:
     """A conversation until the end of input; leaves with exit code 1 if the daemon is gone."""
     try:
-        with Client(socket) as client:
+        with Client(socket or default_socket()) as client:
             health = client.health()
             if not health.ready:
                 fail(f"the daemon is not ready yet ({health.status}); try again in a moment")

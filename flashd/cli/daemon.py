@@ -4,43 +4,73 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import psutil
 import typer
 
-from flashd.cli.render import print_json, table
+from flashd.cli.render import human_bytes, human_duration, note, print_json, table
 from flashd.config import BACKENDS, KV_DTYPES, LOG_LEVELS, DaemonConfig, default_socket, resolve
-from flashd.errors import DaemonError
+from flashd.errors import DaemonError, FlashdError
+from flashd.server.registry import log_file, open_log
 
 _READY_FD = "FLASHD_READY_FD"
 _STOP_TIMEOUT_S = 15.0
 
 SocketOption = Annotated[
-    Path | None, typer.Option("--socket", help="Unix socket [env: FLASHD_SOCKET].", show_default=False)
+    Path | None,
+    typer.Option(
+        "--socket",
+        help="Unix socket [default: flashd/flashd.sock in $XDG_RUNTIME_DIR; env: FLASHD_SOCKET].",
+        show_default=False,
+    ),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print facts as JSON.")]
 
 
+def _about(key: str, text: str) -> str:
+    """Help text of a setting, with its default and environment variable."""
+    default = DaemonConfig.__dataclass_fields__[key].default
+    return f"{text} [default: {default}; env: FLASHD_{key.upper()}]"
+
+
 def start(
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Bundle directory.", show_default=False)
+        Path | None,
+        typer.Option("--model", "-m", help="Bundle directory [env: FLASHD_MODEL].", show_default=False),
     ] = None,
     socket: SocketOption = None,
-    foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached; log here.")] = False,
-    name: Annotated[str | None, typer.Option(help="Model id in the API.", show_default=False)] = None,
-    backend: Annotated[str | None, typer.Option(help=f"Read path: {', '.join(BACKENDS)}.")] = None,
-    kv_dtype: Annotated[str | None, typer.Option(help=f"KV cache: {', '.join(KV_DTYPES)}.")] = None,
-    max_sessions: Annotated[int | None, typer.Option(help="Sequences decoded together.")] = None,
-    max_queue: Annotated[int | None, typer.Option(help="Requests that may wait.")] = None,
-    threads: Annotated[int | None, typer.Option(help="Kernel threads; 0: all cores.")] = None,
-    drain_ms: Annotated[int | None, typer.Option(help="Time for answers after SIGTERM.")] = None,
-    log_level: Annotated[str | None, typer.Option(help=f"{', '.join(LOG_LEVELS)}.")] = None,
+    foreground: Annotated[
+        bool, typer.Option("--foreground", help="Stay attached and log to stderr.")
+    ] = False,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Model id in the API [default: the directory's name; env: FLASHD_NAME]."),
+    ] = None,
+    backend: Annotated[
+        str | None, typer.Option(help=_about("backend", f"How FFN rows are read: {', '.join(BACKENDS)}"))
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help=_about("kv_dtype", f"KV cache: {', '.join(KV_DTYPES)}"))
+    ] = None,
+    max_sessions: Annotated[
+        int | None, typer.Option(help=_about("max_sessions", "Sequences decoded together, 1 to 16"))
+    ] = None,
+    max_queue: Annotated[int | None, typer.Option(help=_about("max_queue", "Requests that may wait"))] = None,
+    threads: Annotated[
+        int | None, typer.Option(help=_about("threads", "Kernel threads; 0 is all cores"))
+    ] = None,
+    drain_ms: Annotated[
+        int | None, typer.Option(help=_about("drain_ms", "How long answers may go on after SIGTERM"))
+    ] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help=_about("log_level", f"One of {', '.join(LOG_LEVELS)}"))
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a model over a Unix socket; returns when it is ready."""
@@ -58,16 +88,36 @@ def start(
     }
     config = resolve(flags)
     if foreground:
-        from flashd.server.lifecycle import serve
-
-        serve(config, _announcer(as_json))
+        _serve(config, as_json)
         return
-    running = _same_daemon(config)
-    if running is None:
-        running = _spawn(config)
-        _announce(running, as_json, "ready")
-    else:
-        _announce(running, as_json, "already running")
+    record = _running(config)
+    word, record = ("already running", record) if record else _spawn(config)
+    _announce(record, as_json, word)
+
+
+def _serve(config: DaemonConfig, as_json: bool) -> None:
+    """Be the daemon. One that was started in the background tells its parent how it went."""
+    # Until the server has handlers of its own; importing it takes half a second.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit(0))
+    from flashd.server.lifecycle import serve
+
+    parent = os.environ.pop(_READY_FD, None)
+    if parent is None:
+        serve(config, lambda record: _announce(record, as_json, "ready"))
+        return
+    with os.fdopen(int(parent), "w") as pipe:
+
+        def tell(answer: dict[str, Any]) -> None:
+            json.dump(answer, pipe)
+            pipe.close()
+
+        try:
+            serve(config, tell)
+        except FlashdError as exc:
+            if not pipe.closed:
+                tell({"error": str(exc)})
+            raise
 
 
 def _announce(record: dict[str, Any], as_json: bool, word: str) -> None:
@@ -77,49 +127,48 @@ def _announce(record: dict[str, Any], as_json: bool, word: str) -> None:
         print(f"flashd {word}: {record['model']} on {record['socket']} (pid {record['pid']})", flush=True)
 
 
-def _announcer(as_json: bool) -> Callable[[dict[str, Any]], None]:
-    """What the foreground daemon does when it is ready: tell its parent, or print."""
-    fd_text = os.environ.pop(_READY_FD, None)
+def _running(config: DaemonConfig) -> dict[str, Any] | None:
+    """The daemon that already does what is asked: same socket, same model, same settings.
 
-    def ready(record: dict[str, Any]) -> None:
-        if fd_text is None:
-            _announce(record, as_json, "ready")
-        else:
-            with os.fdopen(int(fd_text), "w") as pipe:
-                json.dump(record, pipe)
-
-    return ready
-
-
-def _same_daemon(config: DaemonConfig) -> dict[str, Any] | None:
-    """The running daemon that already does what is asked: same socket, same model."""
-    from flashd.server.listener import read_record
+    Raises:
+        SocketError: the socket is served, but not like that.
+    """
+    from flashd.server.listener import read_record, taken
 
     record = read_record(config.socket_path)
-    wanted = (str(config.model_dir), config.served_name)
-    if record is None or (record.get("directory"), record.get("model")) != wanted:
+    if record is None:
         return None
+    if record.get("settings") != config.settings():
+        raise taken(config.socket_path, record)
+    if not config.socket_path.is_socket():
+        raise DaemonError(
+            f"pid {record['pid']} serves {config.socket_path}, but somebody has removed the socket; "
+            "end it with `flashd stop` and start again"
+        )
     return record
 
 
-def _spawn(config: DaemonConfig) -> dict[str, Any]:
-    """Start a daemon in the background and wait until it is ready or has failed."""
-    from flashd.server.lifecycle import default_log
-    from flashd.server.listener import check_path
+def _spawn(config: DaemonConfig) -> tuple[str, dict[str, Any]]:
+    """Start a daemon in the background and wait until it is ready or has failed.
 
+    Returns:
+        What to say, and the record of the daemon that serves now.
+
+    Raises:
+        FlashdError: what the daemon said, or that it died.
+    """
+    from flashd.server.listener import check_path
+    from flashd.store.open import read_manifest
+
+    # What can be known here is told here, before anything is made.
     check_path(config.socket_path)
-    log_path = default_log(config.socket_path)
-    try:
-        log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    except OSError as exc:
-        raise DaemonError(f"{log_path}: cannot write the log: {exc.strerror}") from exc
+    read_manifest(config.model_dir)
+    log_path = log_file(config.socket_path)
+    log = open_log(log_path)
     reader, writer = os.pipe()
-    environ = dict(os.environ)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("FLASHD_") or k == "FLASHD_SIMD"}
+    environ |= {f"FLASHD_{key.upper()}": str(value) for key, value in config.settings().items()}
     environ[_READY_FD] = str(writer)
-    for key in DaemonConfig.__dataclass_fields__:
-        environ[f"FLASHD_{key.upper()}"] = str(getattr(config, key))
-    environ["FLASHD_MODEL"] = str(config.model_dir)
-    environ["FLASHD_SOCKET"] = str(config.socket_path)
     # -P: the current directory must not shadow the installed package.
     command = [sys.executable, "-P", "-m", "flashd", "start", "--foreground"]
     try:
@@ -138,16 +187,17 @@ def _spawn(config: DaemonConfig) -> dict[str, Any]:
         os.close(writer)
     with os.fdopen(reader) as pipe:
         answer = pipe.read()
-    if answer:
-        record: dict[str, Any] = json.loads(answer)
-        return record
-    code = child.wait()
-    raise DaemonError(f"{_last_line(log_path) or f'exit code {code}'} (log: {log_path})")
-
-
-def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
-    return lines[-1].removeprefix("flashd: ").removeprefix("error: ") if lines else ""
+    if not answer:
+        raise DaemonError(f"the daemon died with exit code {child.wait()}; its log: {log_path}")
+    record: dict[str, Any] = json.loads(answer)
+    if "error" not in record:
+        return "ready", record
+    child.wait()
+    # Another `start` of the same model may have been faster.
+    running = _running(config)
+    if running is None:
+        raise DaemonError(record["error"])
+    return "already running", running
 
 
 def ps(as_json: JsonOption = False) -> None:
@@ -163,20 +213,20 @@ def ps(as_json: JsonOption = False) -> None:
         rows.append({**record, "uptime_s": time.time() - record["started_unix_s"], "rss_bytes": rss_bytes})
     if as_json:
         print_json(rows)
-        return
-    table(
-        ("PID", "MODEL", "SOCKET", "UPTIME", "RSS"),
-        [
+    elif not rows:
+        note("no daemon runs; start one with: flashd start --model DIR")
+    else:
+        cells = [
             (
-                str(row["pid"]),
+                row["pid"],
                 row["model"],
                 row["socket"],
-                f"{row['uptime_s']:.0f} s",
-                f"{row['rss_bytes'] / 1e6:.0f} MB",
+                human_duration(row["uptime_s"]),
+                human_bytes(row["rss_bytes"]),
             )
             for row in rows
-        ],
-    )
+        ]
+        table(("PID", "MODEL", "SOCKET", "UPTIME", "RSS"), cells)
 
 
 def stop(socket: SocketOption = None, as_json: JsonOption = False) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from flashd import __version__
 from flashd.cli import bundle, daemon, talk
-from flashd.cli.render import fail
-from flashd.errors import FlashdError
+from flashd.cli.render import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail
+from flashd.config import traceback_wanted
+from flashd.errors import ConfigError, FlashdError
+
+# typer carries click under a private name or depends on it, by version; this is its base error.
+_ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
     name="flashd",
     help="Generate text with language models larger than the machine's free RAM.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help texts say [default: ...], which markup would swallow
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 app.command()(bundle.convert)
@@ -36,20 +42,41 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
 
 
 def main() -> None:
-    """Entry point: every error a person is meant to read is one line and exit code 1."""
+    """Entry point: every error a person is meant to read is one line.
+
+    Exit codes: 0, 1 for what went wrong, 2 for wrong usage, 130 for Ctrl-C.
+    """
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
+    except _ClickException as exc:
+        context = getattr(exc, "ctx", None)
+        command = "flashd" if context is None else context.command_path
+        fail(f"{exc.format_message().rstrip('.')}; see {command} --help", EXIT_USAGE)
+    except ConfigError as exc:
+        fail(exc, EXIT_USAGE)
     except FlashdError as exc:
-        fail(str(exc))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        fail(exc)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing left to flush to
+        sys.exit(EXIT_FAILURE)
+    except OSError as exc:
+        fail(exc)
+    except Exception as exc:  # our own bug; the daemon's log has the traceback of its own ones
+        if traceback_wanted():
+            raise
+        fail(f"internal error: {exc!r}; FLASHD_TRACEBACK=1 shows where; please report it")
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(EXIT_INTERRUPTED)

@@ -144,16 +144,17 @@ class ByteCount(Protocol):
 
 
 class ByteProgress:
-    """Progress of ``convert`` and ``verify`` on stderr: bytes, speed and time left per phase.
+    """Progress of ``convert`` and ``verify`` on stderr: phase, bytes, speed and time left.
 
-    A context manager that is called with ``(phase, done_bytes, total_bytes)``. On a terminal it
-    draws a bar a phase; elsewhere it prints a line when a phase begins and every ten seconds.
+    A context manager that is called with ``(phase, done_bytes, total_bytes)``, the bytes being
+    those of all phases. On a terminal it draws a bar; elsewhere it prints a line when a phase
+    begins and every ten seconds.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self._enabled = enabled
         self._bar: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._task: TaskID | None = None
         self._phase: str | None = None
         self._next_line_s = 0.0
 
@@ -181,9 +182,11 @@ class ByteProgress:
             count = phase
             phase, done_bytes, total_bytes = count.phase, count.done_bytes, count.total_bytes
         if self._bar is not None:
-            if phase not in self._tasks:
-                self._tasks[phase] = self._bar.add_task(safe_text(phase), total=total_bytes)
-            self._bar.update(self._tasks[phase], completed=done_bytes, total=total_bytes)
+            if self._task is None:
+                self._task = self._bar.add_task(safe_text(phase), total=total_bytes)
+            self._bar.update(
+                self._task, description=safe_text(phase), completed=done_bytes, total=total_bytes
+            )
         elif self._enabled:
             self._plain(phase, done_bytes, total_bytes)
 

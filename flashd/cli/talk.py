@@ -12,6 +12,10 @@ import typer
 
 from flashd.cli.daemon import JsonOption, SocketOption
 
+# Gentler than the API's, which are OpenAI's: at temperature 1 small models talk nonsense.
+TEMPERATURE = 0.7
+TOP_P = 0.9
+
 SystemOption = Annotated[
     str | None, typer.Option(help="System message in front of the conversation.", show_default=False)
 ]
@@ -20,15 +24,9 @@ MaxTokensOption = Annotated[
     typer.Option(min=1, help="Tokens to generate at most [default: to the answer's end; run --raw: 256].",
                  show_default=False),
 ]  # fmt: skip
-TemperatureOption = Annotated[
-    float | None, typer.Option(min=0.0, help="0 always takes the likeliest token.", show_default=False)
-]
-TopPOption = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Nucleus mass, above 0.", show_default=False)
-]
-TopKOption = Annotated[
-    int | None, typer.Option(min=0, help="Candidates kept; 0 keeps all.", show_default=False)
-]
+TemperatureOption = Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
+TopPOption = Annotated[float, typer.Option(min=1e-6, max=1.0, help="Nucleus mass.")]
+TopKOption = Annotated[int, typer.Option(min=0, help="Candidates kept; 0 keeps all.")]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Same seed, same text.", show_default=False)]
 StatsOption = Annotated[
     bool, typer.Option("--stats", help="Then print tokens, time to the first, tokens/s on stderr.")
@@ -42,9 +40,9 @@ def run(
     system: SystemOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is: no chat template.")] = False,
     max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
+    temperature: TemperatureOption = TEMPERATURE,
+    top_p: TopPOption = TOP_P,
+    top_k: TopKOption = 0,
     seed: SeedOption = None,
     socket: SocketOption = None,
     stats: StatsOption = False,
@@ -67,9 +65,9 @@ def run(
 def chat(
     system: SystemOption = None,
     max_tokens: MaxTokensOption = None,
-    temperature: TemperatureOption = None,
-    top_p: TopPOption = None,
-    top_k: TopKOption = None,
+    temperature: TemperatureOption = TEMPERATURE,
+    top_p: TopPOption = TOP_P,
+    top_k: TopKOption = 0,
     seed: SeedOption = None,
     socket: SocketOption = None,
     stats: StatsOption = False,

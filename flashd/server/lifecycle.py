@@ -11,18 +11,18 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 import uvloop
 
+from flashd import __version__
 from flashd.config import DaemonConfig
 from flashd.errors import FlashdError, RequestError
 from flashd.runtime.build import Runtime, build
 from flashd.server.app import AppState, create_app
 from flashd.server.listener import Listener
-from flashd.server.registry import Registration
+from flashd.server.registry import Registration, log_file
 from flashd.store.open import read_manifest
 
 log = logging.getLogger("flashd.server")
@@ -50,11 +50,7 @@ def serve(config: DaemonConfig, on_ready: Callable[[dict[str, Any]], None]) -> N
         SocketError: the socket cannot be had.
         BundleError, TokenizerError: the model cannot be served.
     """
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=config.log_level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-    )
+    _log_to_stderr(config.log_level)
     read_manifest(config.model_dir)  # a wrong directory is told before a socket is made
     record: dict[str, Any] = {
         "pid": os.getpid(),
@@ -62,11 +58,25 @@ def serve(config: DaemonConfig, on_ready: Callable[[dict[str, Any]], None]) -> N
         "model": config.served_name,
         "directory": str(config.model_dir),
         "started_unix_s": time.time(),
+        "log": str(log_file(config.socket_path)),
+        "settings": config.settings(),
     }
     with contextlib.ExitStack() as owned:
         listener = owned.enter_context(contextlib.closing(Listener(config.socket_path, record)))
         owned.enter_context(contextlib.closing(Registration(record)))
-        uvloop.run(_Daemon(config, listener, record, on_ready, owned.close).run())
+        log.info("flashd %s starting, pid %d", __version__, os.getpid())
+        uvloop.run(_Daemon(config, listener, record, on_ready).run())
+    log.info("stopped")
+
+
+def _log_to_stderr(level: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S"
+    )
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
 @dataclass
@@ -75,7 +85,6 @@ class _Daemon:
     listener: Listener
     record: dict[str, Any]
     on_ready: Callable[[dict[str, Any]], None]
-    release: Callable[[], None]
 
     async def run(self) -> None:
         """Load, serve until a signal, and end in order."""
@@ -104,13 +113,9 @@ class _Daemon:
             await asyncio.wait({serving}, timeout=_CLOSE_S)
             http.force_exit = True
             await serving
-        if loading.done():
-            await loading.result().close()
-            return
-        # A thread still reads the model and can't be stopped; nothing it holds needs an orderly end.
-        self.release()
-        logging.shutdown()
-        os._exit(0)
+            loading.cancel()  # what it has begun runs on threads that nobody waits for
+            if loading.done() and not loading.cancelled() and loading.exception() is None:
+                await loading.result().close()
 
     async def _serve(
         self, state: AppState, runtime: Runtime, stop: asyncio.Event, force: asyncio.Event
@@ -135,15 +140,20 @@ class _Daemon:
             await running
 
     def _signals(self) -> tuple[asyncio.Event, asyncio.Event]:
-        """Events for the first and the second SIGTERM or SIGINT."""
+        """Events for the first and the second signal that ends the daemon.
+
+        SIGHUP is what a terminal sends when it closes. SIGUSR1 and SIGUSR2 mean nothing here.
+        """
         stop, force = asyncio.Event(), asyncio.Event()
 
         def received() -> None:
             (force if stop.is_set() else stop).set()
 
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             loop.add_signal_handler(number, received)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, signal.SIG_IGN)
         return stop, force
 
 
@@ -153,8 +163,3 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float) -> No
     await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
-
-
-def default_log(socket: Path) -> Path:
-    """Where a daemon in the background writes its log."""
-    return socket.with_name(socket.name + ".log")

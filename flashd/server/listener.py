@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from flashd.errors import SocketError
 
 # sockaddr_un.sun_path holds 108 bytes, the last one is the terminating zero.
 MAX_PATH_BYTES = 107
+_LOCK_WAIT_S = 1.0
 
 
 def lock_path(path: Path) -> Path:
@@ -82,16 +84,29 @@ class Listener:
             except OSError as exc:
                 raise SocketError(f"{path}: cannot make the lock file: {exc.strerror}") from exc
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as exc:
+                self._lock_or_tell(fd)
+            except SocketError:
                 os.close(fd)
-                raise SocketError(_taken(self.path)) from exc
+                raise
             if _is_file(path, fd):
                 break
             os.close(fd)  # its owner removed it between our open and our lock
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(record).encode(), 0)
         return fd
+
+    def _lock_or_tell(self, fd: int) -> None:
+        deadline = time.monotonic() + _LOCK_WAIT_S
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError as exc:
+                record = read_record(self.path)
+                # Somebody who only looks (`ps`, `stop`) holds a shared lock for an instant.
+                if record is not None or time.monotonic() > deadline:
+                    raise taken(self.path, record) from exc
+            time.sleep(0.01)
 
     def _unlock(self) -> None:
         lock_path(self.path).unlink(missing_ok=True)
@@ -137,10 +152,15 @@ def _is_file(path: Path, fd: int) -> bool:
         return False
 
 
-def _taken(path: Path) -> str:
-    record = read_record(path)
-    whose = f"pid {record['pid']}, model {record['model']}" if record else "another flashd"
-    return f"{path}: already served ({whose}); stop it with `flashd stop` or give another --socket"
+def taken(path: Path, record: dict[str, Any] | None) -> SocketError:
+    """The error of a socket that a live daemon serves."""
+    whose = "another flashd"
+    if record is not None:
+        whose = f"pid {record.get('pid')}, {record.get('directory')} as {record.get('model')}"
+    return SocketError(
+        f"{path}: already served ({whose}); to change its model or settings stop it first "
+        "(flashd stop), or give another --socket"
+    )
 
 
 def read_record(path: Path) -> dict[str, Any] | None:
@@ -156,7 +176,7 @@ def read_record(path: Path) -> dict[str, Any] | None:
             record = json.loads(os.pread(fd, 65536, 0))
         except ValueError:
             return None  # its owner is writing it at this moment
-        return record if isinstance(record, dict) else None
+        return record if isinstance(record, dict) and isinstance(record.get("pid"), int) else None
     else:
         return None
     finally:

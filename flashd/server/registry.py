@@ -2,33 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from flashd.config import runtime_dir
+from flashd.config import runtime_dir, runtime_dirs
 from flashd.errors import DaemonError
 from flashd.server.listener import read_record
 
 _POLL_S = 0.02
+_DAEMONS = "daemons"
+_MAX_OLD_LOG_BYTES = 1 << 20
 
 
-def _directory() -> Path:
-    path = runtime_dir() / "daemons"
-    path.mkdir(mode=0o700, exist_ok=True)
-    return path
+def log_file(path: Path) -> Path:
+    """Where the background daemon of the socket ``path`` writes its log."""
+    mark = hashlib.sha256(os.fsencode(path)).hexdigest()[:8]
+    return runtime_dir() / "logs" / f"{path.stem}-{mark}.log"
+
+
+def open_log(path: Path) -> int:
+    """File descriptor for appending; what an older daemon left is kept up to a megabyte."""
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(path, flags, 0o600)
+    except OSError as exc:
+        raise DaemonError(f"{path}: cannot write the log: {exc.strerror}") from exc
+    if os.fstat(fd).st_size > _MAX_OLD_LOG_BYTES:
+        os.ftruncate(fd, 0)
+    return fd
 
 
 class Registration:
     """This process's entry in ``flashd ps``."""
 
     def __init__(self, record: dict[str, Any]) -> None:
-        self._path = _directory() / f"{os.getpid()}.json"
+        directory = runtime_dir() / _DAEMONS
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self._path = directory / f"{os.getpid()}.json"
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps(record))
         partial.rename(self._path)
@@ -40,23 +61,51 @@ class Registration:
 
 def running() -> list[dict[str, Any]]:
     """Records of the daemons that live, oldest first; what dead ones left is removed."""
-    found = []
-    for path in _directory().glob("*.json"):
+    found = {}
+    for directory in runtime_dirs():
+        for path in (directory / _DAEMONS).glob("*.json"):
+            try:
+                entry = json.loads(path.read_text())
+                record = read_record(Path(entry["socket"]))
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, KeyError, TypeError, RecursionError):
+                record = None
+            if record is None or path.stem != str(record["pid"]):
+                with contextlib.suppress(OSError):  # a directory, or somebody was faster
+                    path.unlink()
+            else:
+                found[record["pid"]] = record
+    return sorted(found.values(), key=lambda record: float(record["started_unix_s"]))
+
+
+def _server_pid(path: Path) -> int | None:
+    """The daemon that serves a socket; never a program that only happens to listen there.
+
+    The lock names it and the kernel confirms it. Without one of them (a socket or a lock that
+    somebody has removed) the other suffices, the listener then being one of our registered daemons.
+    """
+    record, listener = read_record(path), _listener_pid(path)
+    if record is not None and listener in (None, record["pid"]):
+        return int(record["pid"]) if record["pid"] > 0 else None
+    if listener is not None and any((d / _DAEMONS / f"{listener}.json").is_file() for d in runtime_dirs()):
+        return listener
+    return None
+
+
+def _listener_pid(path: Path) -> int | None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1)
         try:
-            record = json.loads(path.read_text())
-            holder = read_record(Path(record["socket"]))
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError, KeyError, TypeError):
-            holder = None
-        if holder is None or holder.get("pid") != record.get("pid"):
-            path.unlink(missing_ok=True)
-            continue
-        found.append(record)
-    return sorted(found, key=lambda record: float(record.get("started_unix_s", 0)))
+            probe.connect(str(path))
+            # struct ucred: pid, uid, gid
+            credentials = probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        except OSError:
+            return None
+    return int.from_bytes(credentials[:4], sys.byteorder)
 
 
-def stop(socket: Path, timeout_s: float) -> int:
+def stop(path: Path, timeout_s: float) -> int:
     """End the daemon behind a socket and wait until it is gone.
 
     Returns:
@@ -65,10 +114,9 @@ def stop(socket: Path, timeout_s: float) -> int:
     Raises:
         DaemonError: nobody serves the socket, or the daemon didn't end in time.
     """
-    record = read_record(socket)
-    if record is None:
-        raise DaemonError(f"{socket}: no daemon serves this socket; see `flashd ps`")
-    pid = int(record["pid"])
+    pid = _server_pid(path)
+    if pid is None:
+        raise DaemonError(f"{path}: no daemon serves this socket; see `flashd ps`")
     try:
         process = psutil.Process(pid)
         process.send_signal(signal.SIGTERM)
@@ -82,4 +130,7 @@ def stop(socket: Path, timeout_s: float) -> int:
         return pid
     except psutil.AccessDenied as exc:
         raise DaemonError(f"pid {pid} belongs to somebody else: not stopped") from exc
-    raise DaemonError(f"pid {pid} has not ended after {timeout_s:.0f} s; look at its log or kill it")
+    raise DaemonError(
+        f"pid {pid} has not ended after {timeout_s:.0f} s; its log: {log_file(path)}; "
+        f"`kill -9 {pid}` ends it without ceremony"
+    )

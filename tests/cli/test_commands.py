@@ -79,13 +79,32 @@ def test_convert_inspect_verify(tmp_path: Path, store: str) -> None:
 def test_an_unknown_choice_names_the_known_ones(tmp_path: Path) -> None:
     for args, known in ((("--dtype", "int3"), "auto, f32, f16, bf16"), (("--store", "tape"), "file, zarr")):
         result = flashd(tmp_path, "convert", str(SMOLLM2_GGUF), "x", *args)
-        assert result.returncode == 1
+        assert result.returncode == 2
         assert known in result.stderr
     assert not list(tmp_path.glob("x*"))
 
 
+def test_no_room_on_stdout_is_one_line(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            flashd_command("ps", "--json"), env=flashd_env(tmp_path), stdout=full, stderr=subprocess.PIPE
+        )
+    assert done.returncode == 1
+    assert done.stderr.count(b"\n") == 1
+    assert b"No space left" in done.stderr
+
+
+def test_help_shows_defaults_and_environment_twins(tmp_path: Path) -> None:
+    shown = " ".join(flashd(tmp_path, "start", "-h").stdout.split())
+    for text in ("[default: auto; env: FLASHD_BACKEND]", "[default: 4; env: FLASHD_MAX_SESSIONS]"):
+        assert text in shown
+    assert "env: FLASHD_SOCKET" in flashd(tmp_path, "stop", "--help").stdout
+    assert "default: 0.7" in " ".join(flashd(tmp_path, "run", "--help").stdout.split())
+
+
 def test_version_and_help(tmp_path: Path) -> None:
     assert flashd(tmp_path, "--version").stdout.startswith("flashd 0.")
+    assert flashd(tmp_path).returncode == 2
     listed = flashd(tmp_path, "--help").stdout
     for command in ("convert", "inspect", "verify", "start", "ps", "stop", "run", "chat"):
         assert command in listed

@@ -278,6 +278,7 @@ def test_chat_on_a_terminal(server: RawServer, terminal: Terminal) -> None:
     terminal.type("\x1b[A\x1b[A\n")  # history: two lines up
     terminal.expect("too long; /clear starts a new conversation")
     assert wait_for_request(server, 4)["messages"][-1]["content"] == "I am Ann"
+    terminal.expect(PROMPT)
     terminal.type("\x04")
     assert terminal.child.wait(20) == 0
 
@@ -298,6 +299,7 @@ def test_ctrl_c_stops_the_answer_not_the_program(server: RawServer, terminal: Te
     terminal.expect("three")
     contents = [turn["content"] for turn in wait_for_request(server, 4)["messages"]]
     assert contents == ["count", "one two", "go on"]
+    terminal.expect(PROMPT)
     terminal.type("/exit\n")
     assert terminal.child.wait(20) == 0
 

@@ -50,7 +50,7 @@ def stream_until_end(daemon: Daemon, started: threading.Event, out: list[str]) -
             started.set()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT])
 def test_a_signal_during_generation_ends_the_stream_and_the_daemon(
     smollm2: Path, tmp_path: Path, number: int
 ) -> None:
@@ -100,6 +100,34 @@ def test_a_second_signal_does_not_wait_for_answers(smollm2: Path, tmp_path: Path
         assert time.monotonic() - start < 2
         reader.join(5)
         assert not reader.is_alive()
+
+
+def test_a_signal_that_means_nothing_is_ignored(bundle: Path, tmp_path: Path) -> None:
+    with serving(bundle, tmp_path) as daemon, daemon.http() as http:
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+            daemon.process.send_signal(number)
+        assert http.get("/health").status_code == 200
+        assert daemon.stop() == 0
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.05, 0.1, 0.2, 0.4, 0.6])
+def test_a_signal_at_any_moment_of_the_start_is_a_clean_end(
+    bundle: Path, tmp_path: Path, delay_s: float
+) -> None:
+    process = subprocess.Popen(
+        flashd_command("start", "--foreground", "--model", str(bundle)),
+        env=flashd_env(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    # The interpreter's own start is nobody's; our handlers are there before the kernels are loaded.
+    maps = Path(f"/proc/{process.pid}/maps")
+    wait_until(lambda: "_native" in maps.read_text(), what="import")
+    time.sleep(delay_s)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=5)
+    assert process.returncode == 0
+    assert not list((tmp_path / "flashd").glob("*.sock*"))
 
 
 def test_a_signal_while_loading_ends_the_daemon(smollm2: Path, tmp_path: Path) -> None:
@@ -182,26 +210,111 @@ def test_what_a_killed_daemon_leaves_is_replaced(bundle: Path, tmp_path: Path) -
         assert http.get("/health").status_code == 200
 
 
+def test_stop_ends_daemons_whose_files_were_removed_and_no_other_program(
+    bundle: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "flashd" / "flashd.sock"
+    for victim in (path, lock_path(path)):
+        assert flashd(tmp_path, "start", "--model", str(bundle)).returncode == 0
+        victim.unlink()
+        if victim == path:
+            again = flashd(tmp_path, "start", "--model", str(bundle))
+            assert again.returncode == 1
+            assert "somebody has removed the socket" in again.stderr
+        stopped = flashd(tmp_path, "stop")
+        assert stopped.returncode == 0, stopped.stderr
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.bind(str(path))
+        foreign.listen()
+        refused = flashd(tmp_path, "stop")
+    assert refused.returncode == 1
+    assert "no daemon serves this socket" in refused.stderr
+
+
+def test_junk_among_the_records_does_not_disturb_ps(bundle: Path, tmp_path: Path) -> None:
+    with serving(bundle, tmp_path) as daemon:
+        records = tmp_path / "flashd" / "daemons"
+        (records / "1.json").write_text("[" * 100_000)
+        (records / "2.json").write_text('{"socket": 7}')
+        (records / "3.json").mkdir()
+        listed = json.loads(flashd(tmp_path, "ps", "--json").stdout)
+        assert [row["pid"] for row in listed] == [daemon.process.pid]
+
+
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("code", "args", "message"),
     [
-        (["--model", "missing"], "no such directory; give a directory made by"),
-        ([], "no model"),
-        (["--model", "BUNDLE", "--socket", "x" * 120], "give a shorter --socket"),
-        (["--model", "BUNDLE", "--socket", "/nowhere/f.sock"], "no such directory"),
-        (["--model", "BUNDLE", "--max-sessions", "17"], "expected 1 to 16"),
-        (["--model", "BUNDLE", "--backend", "tape"], "expected one of: auto, direct"),
+        (1, ["--model", "missing"], "no such directory; give a directory made by"),
+        (1, ["--model", "FILE"], "a file, not a bundle directory; make one with: flashd convert"),
+        (2, [], "no model"),
+        (1, ["--model", "BUNDLE", "--socket", "x" * 120], "give a shorter --socket"),
+        (1, ["--model", "BUNDLE", "--socket", "/nowhere/f.sock"], "no such directory"),
+        (2, ["--model", "BUNDLE", "--max-sessions", "17"], "expected 1 to 16"),
+        (2, ["--model", "BUNDLE", "--backend", "tape"], "expected one of: auto, direct"),
+        (2, ["--model", "BUNDLE", "--threads", "many"], "--threads"),
+        (2, ["--modle", "BUNDLE"], "No such option: --modle"),
     ],
 )
 def test_what_cannot_start_says_why_in_one_line(
-    bundle: Path, tmp_path: Path, args: list[str], message: str
+    bundle: Path, tmp_path: Path, code: int, args: list[str], message: str
 ) -> None:
+    names = {"BUNDLE": str(bundle), "FILE": str(bundle / "manifest.json")}
     for mode in (["--foreground"], []):
-        result = flashd(tmp_path, "start", *mode, *[str(bundle) if a == "BUNDLE" else a for a in args])
-        assert result.returncode == 1
+        result = flashd(tmp_path, "start", *mode, *[names.get(arg, arg) for arg in args])
+        assert result.returncode == code
         assert message in result.stderr
-        assert "Traceback" not in result.stderr
         assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_start_that_fails_leaves_a_running_daemon_and_its_log_alone(bundle: Path, tmp_path: Path) -> None:
+    record = json.loads(flashd(tmp_path, "start", "--model", str(bundle), "--json").stdout)
+    try:
+        log = Path(record["log"])
+        before = log.read_bytes()
+        assert b"ready" in before
+        for args in (["--name", "x"], ["--threads", "1"], ["--foreground"]):
+            failed = flashd(tmp_path, "start", "--model", str(bundle), *args)
+            assert failed.returncode == 1
+            assert "already served" in failed.stderr
+        assert flashd(tmp_path, "start", "--model", "missing").returncode == 1
+        other_spelling = tmp_path / "link"
+        other_spelling.symlink_to(bundle)
+        assert flashd(tmp_path, "start", "--model", str(other_spelling)).returncode == 0
+        assert log.read_bytes() == before
+    finally:
+        assert flashd(tmp_path, "stop").returncode == 0
+    assert log.read_bytes().endswith(b"stopped\n")
+
+
+def test_of_two_starts_of_a_model_both_succeed(bundle: Path, tmp_path: Path) -> None:
+    starts = [
+        subprocess.Popen(
+            flashd_command("start", "--model", str(bundle), "--json"),
+            env=flashd_env(tmp_path),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    outputs = [start.communicate(timeout=60)[0] for start in starts]
+    try:
+        assert [start.returncode for start in starts] == [0] * 4
+        records = [json.loads(output) for output in outputs]
+        assert len({record["pid"] for record in records}) == 1
+        assert sorted(record["status"] for record in records) == ["already running"] * 3 + ["ready"]
+    finally:
+        flashd(tmp_path, "stop")
+
+
+def test_the_configuration_file_s_socket_is_everybody_s(bundle: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "config" / "flashd"
+    directory.mkdir(parents=True)
+    (directory / "config.toml").write_text(f'model = "{bundle}"\nsocket = "mine.sock"\n')
+    started = flashd(tmp_path, "start", "--json")
+    assert json.loads(started.stdout)["socket"] == str(directory / "mine.sock")
+    asked = flashd(tmp_path, "run", "hello")
+    assert "no tokenizer" in asked.stderr
+    assert flashd(tmp_path, "stop").returncode == 0
 
 
 def test_a_damaged_bundle_is_refused_by_name(bundle: Path, tmp_path: Path) -> None:
@@ -233,8 +346,8 @@ def test_listener_refuses_what_is_not_its_own(tmp_path: Path) -> None:
         with pytest.raises(SocketError, match="another program listens"):
             Listener(path, {})
     assert not lock_path(path).exists()
-    listener = Listener(path, {"pid": 1, "model": "m"})  # the foreign one has gone: stale
-    with pytest.raises(SocketError, match="pid 1, model m"):
+    listener = Listener(path, {"pid": 1, "model": "m", "directory": "dir"})  # the foreign one has gone: stale
+    with pytest.raises(SocketError, match="pid 1, dir as m"):
         Listener(path, {})
     listener.close()
     assert not path.exists()
