@@ -26,7 +26,7 @@ BUNDLE := $(MODELS)/smollm2-135m
 QUESTION := What is the capital of France?
 
 # Megabytes: environment, model and bundle; for tests also torch, transformers and converted models.
-RUN_SPACE_MB := 1500
+RUN_SPACE_MB := 1000
 TEST_SPACE_MB := 5000
 SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
@@ -45,21 +45,22 @@ apt-deps: ## Install from apt what build and tests need and this machine lacks (
 	$(SUDO) apt-get update -q && \
 	$(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "$$@"
 
-# $(call check,PURPOSE,MEGABYTES): one line for each thing that is missing, and no further.
+# $(call check,PURPOSE,MEGABYTES,STAMP): one line for each thing that is missing, and no further;
+# space counts only until the stamp says that all is installed.
 define check
 @sh ops/demo/missing.sh "$(PYTHON)" $(1) | { ok=0; tab=$$(printf '\t'); while IFS=$$tab read -r package reason; do \
 	echo "missing: $$reason. Debian, Ubuntu: apt install $$package, or: make apt-deps" >&2; ok=1; \
 	case $$reason in *kernels*) echo "  (or without it, slower: make FLASHD_NO_NATIVE=1 ...)" >&2;; esac; \
 	done; exit $$ok; }
-@free=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); [ -e $(INSTALLED) ] || [ "$$free" -ge $(2) ] || \
+@free=$$(df -Pm . | awk 'NR == 2 { print $$4 }'); [ -e $(3) ] || [ "$$free" -ge $(2) ] || \
 	{ echo "only $$free MB free here, $(2) MB are needed" >&2; exit 1; }
 endef
 
 check:
-	$(call check,build,$(RUN_SPACE_MB))
+	$(call check,build,$(RUN_SPACE_MB),$(INSTALLED))
 
 check-test:
-	$(call check,test,$(TEST_SPACE_MB))
+	$(call check,test,$(TEST_SPACE_MB),$(INSTALLED_TEST))
 
 venv: $(INSTALLED) ## Make the virtual environment and install flashd into it
 
@@ -98,8 +99,8 @@ run: $(INSTALLED) $(BUNDLE)/manifest.json ## Install, fetch and convert a small 
 	@$(BIN)/flashd run "$(QUESTION)" --temperature 0 --stats
 	@echo "go on with: $(BIN)/flashd chat; end the daemon with: make stop"
 
-stop: ## Stop the daemon that `make run` started
-	@$(BIN)/flashd stop
+stop: ## Stop the daemon on the default socket, if one runs
+	@[ ! -x $(BIN)/flashd ] || [ "$$($(BIN)/flashd ps --json)" = "[]" ] || $(BIN)/flashd stop
 
 test: lint $(GGUF) ## Install with tests, lint, type-check and run the whole suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
