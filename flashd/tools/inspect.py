@@ -87,19 +87,21 @@ class InspectReport:
                 "KV cache (f16)",
                 f"{size(self.kv_bytes_per_token)} a token, {size(self.kv_bytes_full_context)} a full context",
             ),
-            ("RAM, dense and resident", size(self.ram_dense_resident_bytes)),
-            ("RAM, dense and streamed", size(self.ram_dense_streamed_bytes)),
+            ("weights in RAM, all resident", size(self.ram_dense_resident_bytes)),
+            ("weights in RAM, FFN streamed", size(self.ram_dense_streamed_bytes)),
         ]
         rows += [
-            (f"RAM, sparse, {share} % of the rows in the window", size(nbytes))
+            (f"weights in RAM, sparse, {share} % of the FFN kept", size(nbytes))
             for share, nbytes in self.ram_sparse_bytes.items()
         ]
+        rows.append(("beside the weights", "KV cache, some 100 MiB for the daemon and its scratch"))
         rows += [
             ("calibrated", _yes(self.calibrated)),
             ("tokenizer", _yes(self.tokenizer)),
             ("chat template", _yes(self.chat_template)),
         ]
-        return rows + sorted(self.provenance.items())
+        hidden = ("fingerprint",)  # tells conversions apart; nothing for people
+        return rows + sorted((k, v) for k, v in self.provenance.items() if k not in hidden)
 
 
 def inspect(directory: Path) -> InspectReport:
