@@ -46,7 +46,7 @@ def convert(
     options = ConvertOptions(dtype=dtype, store=store, overwrite=overwrite, tokenizer=tokenizer)  # type: ignore[arg-type]  # checked above
     try:
         with ByteProgress() as progress:
-            manifest = run(source, dest, options, progress)
+            manifest = run(source, dest, options, progress, note)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from what is safely on disk", EXIT_INTERRUPTED)
     total = sum(entry.size_bytes for entry in manifest.files)

@@ -29,6 +29,7 @@ _ITEM_BYTES = {
     "BOOL": 1,
 }
 _MAX_HEADER_BYTES = 100 << 20
+_MAX_DIMS = 8
 PREFIX_BYTES = 8
 
 
@@ -80,8 +81,10 @@ def parse_header(raw: bytes, file_bytes: int, where: str) -> dict[str, TensorEnt
 def _entry(name: str, item: Any, data_start: int, file_bytes: int) -> TensorEntry:
     dtype, shape = item["dtype"], tuple(item["shape"])
     start, end = item["data_offsets"]
-    if not all(isinstance(n, int) and n >= 0 for n in (*shape, start, end)):
-        raise ValueError(f"tensor {name!r} has a shape or offset that is no natural number")
+    if len(shape) > _MAX_DIMS or not all(
+        isinstance(n, int) and 0 <= n < 1 << 63 for n in (*shape, start, end)
+    ):
+        raise ValueError(f"tensor {name!r} has a shape or offset that no tensor has")
     if dtype in _ITEM_BYTES and end - start != prod(shape) * _ITEM_BYTES[dtype]:
         raise ValueError(f"tensor {name!r}: {end - start} bytes for {dtype} {list(shape)}")
     if end < start or data_start + end > file_bytes:

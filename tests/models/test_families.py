@@ -197,6 +197,90 @@ def test_refusals_name_what_was_got(changes, message):
     assert str(caught.value).startswith("config.json: ")
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_theta": 1e-300}, "rope_theta is 1e-300, expected a number from"),
+        ({"rope_theta": 1e308}, "rope_theta is 1e\\+308"),
+        ({"rope_theta": 10**400}, "rope_theta is 1000"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e-300}}, "factor is 1e-300"),
+        ({"rope_scaling": {"type": "linear", "factor": 5e-324}}, "factor is 5e-324"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "factor is 1e\\+300"),
+        ({"rope_scaling": {"type": "linear", "factor": 3e-38}, "rope_theta": 0.01}, "factor 3e-38 gives"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 1e-300}}, "low_freq_factor is 1e-300"),
+        (
+            {"rope_scaling": {**LLAMA3, "factor": 3e38, "low_freq_factor": 1e38}},
+            "factor 3e\\+38, low_freq_factor 1e\\+38, high_freq_factor 4.0 gives",
+        ),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps is 1e\\+300"),
+        ({"rms_norm_eps": 1e-300}, "rms_norm_eps is 1e-300"),
+    ],
+    ids=str,
+)
+def test_numbers_that_float32_makes_nothing_of_are_refused_by_name(changes, message):
+    """No warning of NumPy's either: they are errors here."""
+    config = {**LLAMA_CONFIG, **changes}
+    with pytest.raises(ConversionError, match=message) as caught:
+        hf_plan(config, {}, "config.json")
+    assert str(caught.value).startswith("config.json: ")
+
+
+GGUF = {
+    "general.architecture": "llama",
+    "llama.attention.head_count": 4,
+    "llama.embedding_length": 32,
+    "llama.block_count": 2,
+    "llama.feed_forward_length": 64,
+    "llama.context_length": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.rope.freq_base": 1e-300}, "llama.rope.freq_base is 1e-300"),
+        ({"llama.rope.scaling.factor": 1e300}, "llama.rope.scaling.factor is 1e\\+300"),
+        ({"llama.rope.scaling.factor": float("nan")}, "llama.rope.scaling.factor is nan"),
+        (
+            {"llama.rope.scale_linear": 2e38, "llama.rope.freq_base": 1e9},
+            "llama.rope.scale_linear 2e\\+38 gives",
+        ),
+        ({"llama.attention.layer_norm_rms_epsilon": float("inf")}, "rms_epsilon is inf"),
+    ],
+    ids=str,
+)
+def test_gguf_numbers_that_float32_makes_nothing_of(changes, message):
+    with pytest.raises(ConversionError, match=message):
+        gguf_plan({**GGUF, **changes}, {}, "x.gguf")
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf"), 1e-45])
+def test_rope_divisors_that_give_no_frequency(bad):
+    plan = gguf_plan(GGUF, {"rope_freqs.weight": (4,)}, "x.gguf")
+    divide = next(rule.transform for rule in plan.rules if rule.name == "rope.inv_freq")
+    factors = np.ones(4, np.float32)
+    assert np.array_equal(divide(factors), base_frequencies(10000.0, 8))
+    factors[2] = bad
+    with pytest.raises(ConversionError, match=r"x\.gguf: tensor 'rope_freqs\.weight' gives rotary freq"):
+        divide(factors)
+
+
+def test_what_comes_from_no_tensor_is_not_made_beforehand():
+    changes = {"hidden_size": 1 << 18, "num_attention_heads": 16, "layer_norm_elementwise_affine": False}
+    rules = [rule for rule in opt(**changes).rules if rule.values is not None]
+    assert {rule.values.shape for rule in rules} == {(1 << 18,)}
+    assert {rule.values.strides for rule in rules} == {(0,)}
+
+
+@pytest.mark.parametrize("value", ["x" * 10_000, [[[[[1] * 99]]]] * 99, {"a": {"b": {"c": "d" * 999}}}])
+def test_hostile_values_stay_short_in_messages(value):
+    for changes in ({"hidden_size": value}, {"architectures": [value]}, {"hidden_act": value}):
+        with pytest.raises(ConversionError) as caught:
+            hf_plan({**LLAMA_CONFIG, **changes}, {}, "config.json")
+        assert len(str(caught.value)) < 500
+
+
 def test_opt_heads_must_divide():
     with pytest.raises(ConversionError, match="hidden_size 32 with 5 heads"):
         opt(num_attention_heads=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -119,3 +120,20 @@ except FlashdError as exc:
         )
 
     return start
+
+
+@pytest.fixture
+def in_a_small_process() -> Callable[[str], str]:
+    """``in_a_small_process(code)``: what it prints, run with 1 GB of address space and 40 s."""
+
+    def run(body: str) -> str:
+        start = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({1 << 30},) * 2)\n"
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [sys.executable, "-c", start + textwrap.dedent(body)],
+            capture_output=True, text=True, timeout=40, env=environment, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout
+
+    return run

@@ -106,7 +106,7 @@ def test_each_phase_resumes_without_doing_it_again(tmp_path, source, expected, b
     monkeypatch.setattr(
         SafetensorsSource, "read_rows", lambda self, name, *at: (reads.append(name), real(self, name, *at))[1]
     )
-    convert(source, tmp_path / "dst", ConvertOptions(store=store))
+    convert(source, tmp_path / "dst", ConvertOptions(store=store), note=lambda line: pytest.fail(line))
     assert {entry.name: entry for entry in bundle(tmp_path / "dst").manifest.files} == files
     done = {f"model.decoder.layers.{layer}.fc1.weight" for layer in range(durable["layers"])}
     assert not done & set(reads)
@@ -156,7 +156,10 @@ def test_other_options_or_another_source_start_anew(tmp_path, bundle, monkeypatc
     stopped(src, tmp_path / "dst", monkeypatch)
     if not options:
         write_opt(src, seed=1, **SIZES)  # same sizes, another time stamp
-    convert(src, tmp_path / "dst", ConvertOptions(**options))
+    notes = []
+    convert(src, tmp_path / "dst", ConvertOptions(**options), note=notes.append)
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{tmp_path}/dst.partial: what an earlier conversion left was made with other")
     found = bundle(tmp_path / "dst").manifest
     convert(src, tmp_path / "fresh", ConvertOptions(**options))
     assert found == bundle(tmp_path / "fresh").manifest
@@ -252,6 +255,45 @@ def test_overwrite_spares_what_is_no_bundle(tmp_path, source):
         convert(source, tmp_path / "dst", ConvertOptions(overwrite=True))
     assert (tmp_path / "dst/thesis.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "ffn.zarr/notes.txt", "ffn.zarr/layers/0/c/0/1"])
+@pytest.mark.parametrize("swap", [True, False])
+def test_overwrite_spares_what_is_not_the_bundles(tmp_path, source, bundle, monkeypatch, name, swap):
+    if not swap:
+        monkeypatch.setattr("flashd.tools.convert.destination._exchange", lambda *_: False)
+    convert(source, tmp_path / "dst", ConvertOptions(store="zarr", dtype="bf16"))
+    (tmp_path / "dst" / name).write_text("years of work")
+    with pytest.raises(ConversionError, match=f"dst: holds '{name}', which is no file of a bundle, so it is"):
+        convert(source, tmp_path / "dst", ConvertOptions(overwrite=True))
+    assert (tmp_path / "dst" / name).read_text() == "years of work"
+    assert [path.name for path in tmp_path.iterdir()] == ["dst"]
+    (tmp_path / "dst" / name).unlink()
+    convert(source, tmp_path / "dst", ConvertOptions(overwrite=True))
+    assert bundle(tmp_path / "dst").manifest.dtype == "f32"
+
+
+def test_a_file_that_appears_in_the_old_bundle_meanwhile(tmp_path, source):
+    convert(source, tmp_path / "dst")
+
+    def write(_):
+        (tmp_path / "dst/notes.txt").write_text("years of work")
+
+    with pytest.raises(ConversionError, match=r"dst: holds 'notes\.txt'"):
+        convert(source, tmp_path / "dst", ConvertOptions(dtype="bf16", overwrite=True), write)
+    assert (tmp_path / "dst/notes.txt").exists()
+
+
+def test_what_has_the_name_of_a_bundle_put_aside_is_spared(tmp_path, source, bundle):
+    aside = tmp_path / ".dst.replaced"
+    aside.mkdir()
+    (aside / "thesis.txt").write_text("years of work")
+    convert(source, tmp_path / "dst")
+    assert (aside / "thesis.txt").exists()
+    with pytest.raises(ConversionError, match=r"\.dst\.replaced: exists and is no flashd bundle"):
+        convert(source, tmp_path / "dst", ConvertOptions(overwrite=True))
+    assert (aside / "thesis.txt").exists()
+    bundle(tmp_path / "dst")
 
 
 def test_partial_with_somebody_elses_files(tmp_path, source):

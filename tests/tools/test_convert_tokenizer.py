@@ -178,7 +178,7 @@ def test_given_tokenizer_as_directory_with_its_settings(tmp_path):
 def test_unusable_tokenizer_json(tmp_path, content):
     src = write_llama(tmp_path / "src")
     (src / "tokenizer.json").write_text(content)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json: (no|not a) usable tokenizer") as caught:
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a usable tokenizer") as caught:
         convert(src, tmp_path / "dst")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["src"]

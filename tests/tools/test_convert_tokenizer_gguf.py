@@ -173,7 +173,7 @@ def test_bos_where_older_files_do_not_say(tmp_path, pre, add_bos):
             r"pre-tokenizer 'deepseek-llm', expected one of default, gpt-2",
         ),
         ({"tokenizer.ggml.model": "rwkv"}, "tokenizer 'rwkv', expected gpt2 or llama"),
-        ({"tokenizer.ggml.merges": ["nosuch pair"]}, "malformed tokenizer"),
+        ({"tokenizer.ggml.merges": ["nosuch pair"]}, "not a usable tokenizer"),
     ],
 )
 def test_unknown_gguf_tokenizers_have_a_remedy(tmp_path, changes, match):

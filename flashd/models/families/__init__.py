@@ -13,6 +13,7 @@ from flashd.models.families.base import (
     FFNNames,
     TensorRule,
     TensorShapes,
+    shown,
 )
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (opt.FAMILY, llama.FAMILY)}
@@ -27,6 +28,7 @@ __all__ = [
     "TensorShapes",
     "gguf_plan",
     "hf_plan",
+    "shown",
 ]
 
 
@@ -69,6 +71,6 @@ def _unknown(where: str, got: object) -> ConversionError:
     known = [name for family in FAMILIES.values() for name in family.architectures if "Model" not in name]
     gguf = [name for family in FAMILIES.values() for name in family.gguf_architectures]
     return ConversionError(
-        f"{where}: unknown architecture {got!r}; flashd converts {', '.join(known)} and GGUF files of "
+        f"{where}: unknown architecture {shown(got)}; flashd converts {', '.join(known)} and GGUF files of "
         f"architecture {', '.join(gguf)}"
     )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from reprlib import Repr
 from typing import Any, Literal
+
+import numpy as np
 
 from flashd.errors import ConversionError
 from flashd.types import Activation, F32Array, ModelSpec, WeightArray
@@ -12,8 +15,21 @@ from flashd.types import Activation, F32Array, ModelSpec, WeightArray
 # Source tensor name -> shape. A family looks here to tell prefixes and optional tensors.
 TensorShapes = Mapping[str, tuple[int, ...]]
 
+# Several times what the largest models have. Buffers are made in proportion to these sizes, which
+# are only numbers in a file; vocabulary and context are streamed and need no limit but an int's.
 MAX_LAYERS = 10_000
-_MAX_SIZE = 1 << 31
+MAX_WIDTH = 1 << 18
+MAX_FFN = 1 << 21
+MAX_HEADS = 1 << 14
+MAX_HEAD_SIZE = 1 << 14
+MAX_SIZE = (1 << 31) - 1
+# Weights are computed with in float32: what it rounds to zero or infinity is no such number.
+_MIN_NUMBER = float(np.finfo(np.float32).tiny)
+_MAX_NUMBER = float(np.finfo(np.float32).max)
+
+_SHORT = Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 80
+_SHORT.maxlevel = 2
 
 # Hugging Face's names of activation functions that flashd's kernels compute. gelu_new and
 # gelu_fast are the tanh approximation written in other words.
@@ -100,18 +116,22 @@ class Config:
         self.values = values
         self.where = where
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """A positive whole number below 2**31."""
+    def integer(self, key: str, default: int | None = None, most: int = MAX_SIZE) -> int:
+        """A positive whole number up to ``most``."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _MAX_SIZE:
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self._wrong(key, value, "a positive whole number")
+        if value > most:
+            raise self._wrong(key, value, f"at most {most}")
         return value
 
-    def number(self, key: str, default: float | None = None) -> float:
-        """A positive number."""
+    def number(self, key: str, default: float | None = None, most: float = _MAX_NUMBER) -> float:
+        """A positive number that float32 holds, up to ``most``."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise self._wrong(key, value, "a positive number")
+        if not _MIN_NUMBER <= value <= most:
+            raise self._wrong(key, value, f"a number from {_MIN_NUMBER:.3g} to {most:.3g}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -137,16 +157,13 @@ class Config:
 
     def layers(self, key: str) -> int:
         """A number of layers that a real model can have."""
-        value = self.integer(key)
-        if value > MAX_LAYERS:
-            raise self._wrong(key, value, f"at most {MAX_LAYERS}")
-        return value
+        return self.integer(key, most=MAX_LAYERS)
 
     def activation(self, key: str, default: str) -> Activation:
         """An activation function by Hugging Face's name."""
         name = self.text(key, default)
         if name not in ACTIVATIONS:
-            raise self.refused(f"activation {name!r}", f"one of {', '.join(ACTIVATIONS)}")
+            raise self.refused(f"activation {shown(name)}", f"one of {', '.join(ACTIVATIONS)}")
         return ACTIVATIONS[name]
 
     def refused(self, what: str, expected: str) -> ConversionError:
@@ -160,10 +177,15 @@ class Config:
         return default if value is None else value
 
     def _wrong(self, key: str, value: Any, expected: str) -> ConversionError:
-        got = "missing" if value is None else repr(value)[:80]
+        got = "missing" if value is None else shown(value)
         return ConversionError(
             f"{self.where}: {key} is {got}, expected {expected}; download the file again or correct it"
         )
+
+
+def shown(value: object) -> str:
+    """A value from a file for a message: one short line, however large or nested it is."""
+    return _SHORT.repr(value)
 
 
 def find_prefix(shapes: TensorShapes, candidates: tuple[str, ...], suffix: str) -> str:

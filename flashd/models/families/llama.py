@@ -10,6 +10,11 @@ from typing import Any
 import numpy as np
 
 from flashd.models.families.base import (
+    MAX_FFN,
+    MAX_HEAD_SIZE,
+    MAX_HEADS,
+    MAX_SIZE,
+    MAX_WIDTH,
     CheckpointPlan,
     Config,
     Family,
@@ -17,8 +22,9 @@ from flashd.models.families.base import (
     TensorRule,
     TensorShapes,
     find_prefix,
+    shown,
 )
-from flashd.models.families.rope import base_frequencies, hf_frequencies, linear_scaled
+from flashd.models.families.rope import base_frequencies, hf_frequencies, linear_scaled, usable
 from flashd.types import F32Array, ModelSpec, WeightArray
 
 # Canonical layer tensor -> Hugging Face's name within a layer, GGUF's name within a block.
@@ -42,9 +48,8 @@ Namer = Callable[[int, str], str]
 def from_hf(config: Config, shapes: TensorShapes) -> CheckpointPlan:
     """Plan of a Hugging Face Llama (or Mistral without sliding window) checkpoint."""
     spec = _hf_spec(config)
-    window = config.values.get("sliding_window", _MISTRAL_WINDOW)
-    if config.values.get("model_type") == "mistral" and isinstance(window, int) and window < spec.max_context:
-        raise config.refused(f"sliding_window {window}", "full attention (sliding_window null)")
+    if config.values.get("model_type") == "mistral":
+        _refuse_window(config, spec.max_context)
     prefix = find_prefix(shapes, ("model.", ""), "embed_tokens.weight")
     biased = {"attn.": config.flag("attention_bias", False), "ffn.": config.flag("mlp_bias", False)}
     frequencies = hf_frequencies(config, spec.d_head, spec.max_context)
@@ -67,16 +72,10 @@ def from_gguf(config: Config, shapes: TensorShapes) -> CheckpointPlan:
     Hugging Face's order (two halves), so the rows are permuted back.
     """
     spec = _gguf_spec(config, shapes)
-    frequencies = base_frequencies(config.number("llama.rope.freq_base", 10_000.0), spec.d_head)
-    scaling = config.text("llama.rope.scaling.type", "none")
-    if scaling not in ("none", "linear"):
-        raise config.refused(f"RoPE scaling {scaling!r}", "none or linear")
-    factor = config.values.get("llama.rope.scaling.factor", config.values.get("llama.rope.scale_linear"))
-    if factor is not None and (scaling == "linear" or "llama.rope.scaling.type" not in config.values):
-        frequencies = linear_scaled(frequencies, float(factor) or 1.0)
+    frequencies = _gguf_frequencies(config, spec.d_head)
     if "rope_freqs.weight" in shapes:
         # llama.cpp's converter bakes llama3 scaling into this tensor of divisors.
-        divide = partial(_divided, frequencies)
+        divide = partial(_divided, frequencies, config.where)
         rope = TensorRule(
             "rope.inv_freq", frequencies.shape, "vector", ("rope_freqs.weight",), transform=divide
         )
@@ -93,21 +92,45 @@ def from_gguf(config: Config, shapes: TensorShapes) -> CheckpointPlan:
     return _plan(spec, top, rope, name, has_bias, permuted=True)
 
 
+def _refuse_window(config: Config, max_context: int) -> None:
+    if config.values.get("sliding_window", _MISTRAL_WINDOW) is None:
+        return
+    window = config.integer("sliding_window", _MISTRAL_WINDOW)
+    if window < max_context:
+        raise config.refused(f"sliding_window {window}", "full attention (sliding_window null)")
+
+
+def _gguf_frequencies(config: Config, d_head: int) -> F32Array:
+    theta = config.number("llama.rope.freq_base", 10_000.0)
+    frequencies = usable(base_frequencies(theta, d_head), config.where, f"llama.rope.freq_base {theta}")
+    scaling = config.text("llama.rope.scaling.type", "none")
+    if scaling not in ("none", "linear"):
+        raise config.refused(f"RoPE scaling {shown(scaling)}", "none or linear")
+    keys = ("llama.rope.scaling.factor", "llama.rope.scale_linear")
+    key = next((key for key in keys if config.values.get(key) is not None), None)
+    said = "llama.rope.scaling.type" in config.values
+    # Zero is how llama.cpp says none.
+    if key is None or config.values[key] == 0 or (said and scaling != "linear"):
+        return frequencies
+    factor = config.number(key)
+    return usable(linear_scaled(frequencies, factor), config.where, f"{key} {factor}")
+
+
 def _hf_spec(config: Config) -> ModelSpec:
-    n_heads = config.integer("num_attention_heads", 32)
-    d_model = config.integer("hidden_size", 4096)
+    n_heads = config.integer("num_attention_heads", 32, MAX_HEADS)
+    d_model = config.integer("hidden_size", 4096, MAX_WIDTH)
     return _checked(
         config,
         vocab_size=config.integer("vocab_size", 32000),
         d_model=d_model,
         n_layers=config.layers("num_hidden_layers"),
         n_heads=n_heads,
-        n_kv_heads=config.integer("num_key_value_heads", n_heads),
-        d_head=config.integer("head_dim", max(d_model // n_heads, 1)),
-        d_ffn=config.integer("intermediate_size", 11008),
+        n_kv_heads=config.integer("num_key_value_heads", n_heads, MAX_HEADS),
+        d_head=config.integer("head_dim", max(d_model // n_heads, 1), MAX_HEAD_SIZE),
+        d_ffn=config.integer("intermediate_size", 11008, MAX_FFN),
         max_context=config.integer("max_position_embeddings", 2048),
         activation=config.activation("hidden_act", "silu"),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps", 1e-6, 1.0),
         tied_head=config.flag("tie_word_embeddings", False),
     )
 
@@ -115,27 +138,36 @@ def _hf_spec(config: Config) -> ModelSpec:
 def _gguf_spec(config: Config, shapes: TensorShapes) -> ModelSpec:
     if config.values.get("llama.expert_count"):
         raise config.refused("a mixture of experts (llama.expert_count)", "a dense model")
-    n_heads = config.integer("llama.attention.head_count")
-    d_model = config.integer("llama.embedding_length")
-    d_head = config.integer("llama.attention.key_length", max(d_model // n_heads, 1))
+    n_heads = config.integer("llama.attention.head_count", most=MAX_HEADS)
+    d_model = config.integer("llama.embedding_length", most=MAX_WIDTH)
+    d_head = config.integer("llama.attention.key_length", max(d_model // n_heads, 1), MAX_HEAD_SIZE)
     for key in ("llama.attention.value_length", "llama.rope.dimension_count"):
         if config.integer(key, d_head) != d_head:
             raise config.refused(f"{key} {config.values[key]}", f"the head's size {d_head}")
-    embed = shapes.get("token_embd.weight", (config.values.get("llama.vocab_size") or 1,))
     return _checked(
         config,
-        vocab_size=embed[0],
+        vocab_size=_gguf_vocabulary(config, shapes),
         d_model=d_model,
         n_layers=config.layers("llama.block_count"),
         n_heads=n_heads,
-        n_kv_heads=config.integer("llama.attention.head_count_kv", n_heads),
+        n_kv_heads=config.integer("llama.attention.head_count_kv", n_heads, MAX_HEADS),
         d_head=d_head,
-        d_ffn=config.integer("llama.feed_forward_length"),
+        d_ffn=config.integer("llama.feed_forward_length", most=MAX_FFN),
         max_context=config.integer("llama.context_length"),
         activation="silu",
-        norm_eps=config.number("llama.attention.layer_norm_rms_epsilon", 1e-5),
+        norm_eps=config.number("llama.attention.layer_norm_rms_epsilon", 1e-5, 1.0),
         tied_head="output.weight" not in shapes,
     )
+
+
+def _gguf_vocabulary(config: Config, shapes: TensorShapes) -> int:
+    """Rows of the embedding; the metadata's number is only a fallback, for the error that follows."""
+    shape = shapes.get("token_embd.weight")
+    if shape is None:
+        return config.integer("llama.vocab_size", 1)
+    if len(shape) != 2 or not 0 < shape[0] <= MAX_SIZE:
+        raise config.refused(f"token_embd.weight of shape {list(shape)}", "a matrix [vocabulary, width]")
+    return shape[0]
 
 
 def _checked(config: Config, **sizes: Any) -> ModelSpec:
@@ -215,8 +247,10 @@ def _halves_from_pairs(d_head: int, rows: WeightArray) -> WeightArray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _divided(frequencies: F32Array, factors: WeightArray) -> WeightArray:
-    return np.asarray(frequencies / factors.astype(np.float32), np.float32)
+def _divided(frequencies: F32Array, where: str, factors: WeightArray) -> WeightArray:
+    with np.errstate(all="ignore"):
+        divided = np.asarray(frequencies / factors.astype(np.float32), np.float32)
+    return usable(divided, where, "tensor 'rope_freqs.weight'")
 
 
 FAMILY = Family(

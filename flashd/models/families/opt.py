@@ -10,6 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from flashd.models.families.base import (
+    MAX_FFN,
+    MAX_HEADS,
+    MAX_WIDTH,
     CheckpointPlan,
     Config,
     Family,
@@ -24,6 +27,7 @@ from flashd.types import ModelSpec
 POSITION_OFFSET = 2
 # torch.nn.LayerNorm's default; OPT has no setting for it.
 NORM_EPS = 1e-5
+_ONE, _ZERO = np.ones(1, np.float32), np.zeros(1, np.float32)
 
 
 def from_hf(config: Config, shapes: TensorShapes) -> CheckpointPlan:
@@ -41,8 +45,8 @@ def from_hf(config: Config, shapes: TensorShapes) -> CheckpointPlan:
 
 
 def _spec(config: Config) -> ModelSpec:
-    d_model = config.integer("hidden_size", 768)
-    n_heads = config.integer("num_attention_heads", 12)
+    d_model = config.integer("hidden_size", 768, MAX_WIDTH)
+    n_heads = config.integer("num_attention_heads", 12, MAX_HEADS)
     if d_model % n_heads:
         raise config.refused(f"hidden_size {d_model} with {n_heads} heads", "a multiple of the heads")
     norm_first = config.flag("do_layer_norm_before", True)
@@ -50,12 +54,12 @@ def _spec(config: Config) -> ModelSpec:
         family="opt",
         vocab_size=config.integer("vocab_size", 50272),
         d_model=d_model,
-        d_embed=config.integer("word_embed_proj_dim", d_model),
+        d_embed=config.integer("word_embed_proj_dim", d_model, MAX_WIDTH),
         n_layers=config.layers("num_hidden_layers"),
         n_heads=n_heads,
         n_kv_heads=n_heads,
         d_head=d_model // n_heads,
-        d_ffn=config.integer("ffn_dim", 3072),
+        d_ffn=config.integer("ffn_dim", 3072, MAX_FFN),
         max_context=config.integer("max_position_embeddings", 2048),
         activation=config.activation("activation_function", "relu"),
         gated=False,
@@ -107,11 +111,12 @@ def _layer(spec: ModelSpec, layer: int, source: str, bias: bool, affine: bool) -
 
 def _norm(name: str, source: str, d: int, affine: bool) -> Iterator[TensorRule]:
     """A norm without parameters becomes ones and zeros, so that the decoder knows one kind."""
-    for part, neutral in (("weight", 1.0), ("bias", 0.0)):
+    for part, neutral in (("weight", _ONE), ("bias", _ZERO)):
         if affine:
             yield TensorRule(f"{name}.{part}", (d,), "vector", (f"{source}.{part}",))
         else:
-            yield TensorRule(f"{name}.{part}", (d,), "vector", values=np.full(d, neutral, np.float32))
+            # One number that looks like ``d``: nothing is made before the tensors are known to fit.
+            yield TensorRule(f"{name}.{part}", (d,), "vector", values=np.broadcast_to(neutral, (d,)))
 
 
 FAMILY = Family(

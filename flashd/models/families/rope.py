@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from flashd.models.families.base import Config
+from flashd.errors import ConversionError
+from flashd.models.families.base import Config, shown
 from flashd.types import F32Array
 
 SCALINGS = ("default", "linear", "llama3")
@@ -23,8 +24,28 @@ _ONE = np.float32(1)
 def base_frequencies(theta: float, d_head: int) -> F32Array:
     """``theta ** (-2i / d_head)`` without scaling: float32 ``[d_head / 2]``."""
     exponent = np.arange(0, d_head, 2, dtype=np.float32) / np.float32(d_head)
-    power = np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
-    return np.asarray(_ONE / power, np.float32)
+    with np.errstate(all="ignore"):  # the caller looks at what comes out
+        power = np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
+        return np.asarray(_ONE / power, np.float32)
+
+
+def usable(frequencies: F32Array, where: str, cause: str) -> F32Array:
+    """The same frequencies, if a model can turn by them.
+
+    Args:
+        frequencies: float32, any shape.
+        where: the file, for the message.
+        cause: the setting or tensor that they follow from.
+
+    Raises:
+        ConversionError: one of them isn't finite and positive.
+    """
+    if not (np.isfinite(frequencies) & (frequencies >= np.finfo(np.float32).tiny)).all():
+        raise ConversionError(
+            f"{where}: {cause} gives rotary frequencies that are not finite and positive, expected such as "
+            "other models have; download the file again or correct it"
+        )
+    return frequencies
 
 
 def hf_frequencies(config: Config, d_head: int, max_context: int) -> F32Array:
@@ -42,22 +63,28 @@ def hf_frequencies(config: Config, d_head: int, max_context: int) -> F32Array:
                 settings[key] = config.values[key]
             settings.setdefault(key, config.values[key])
     rope = Config(settings, f"{config.where}: rope")
-    kind = rope.text("rope_type", str(settings.get("type") or "default"))
+    kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in SCALINGS:
-        raise config.refused(f"RoPE scaling {kind!r}", f"one of {', '.join(SCALINGS)}")
+        raise config.refused(f"RoPE scaling {shown(kind)}", f"one of {', '.join(SCALINGS)}")
     if rope.number("partial_rotary_factor", 1.0) != 1.0:
         raise config.refused("partial_rotary_factor", "heads that rotate whole")
-    frequencies = base_frequencies(rope.number("rope_theta", _DEFAULT_THETA), d_head)
+    theta = rope.number("rope_theta", _DEFAULT_THETA)
+    frequencies = usable(base_frequencies(theta, d_head), rope.where, f"rope_theta {theta}")
     if kind == "linear":
-        frequencies = linear_scaled(frequencies, rope.number("factor"))
-    elif kind == "llama3":
-        frequencies = _llama3_scaled(frequencies, rope, max_context)
+        factor = rope.number("factor")
+        return usable(linear_scaled(frequencies, factor), rope.where, f"factor {factor}")
+    if kind == "llama3":
+        scaled = _llama3_scaled(frequencies, rope, max_context)
+        factors = ("factor", "low_freq_factor", "high_freq_factor")
+        cause = ", ".join(f"{key} {rope.number(key)}" for key in factors)
+        return usable(scaled, rope.where, cause)
     return frequencies
 
 
 def linear_scaled(frequencies: F32Array, factor: float) -> F32Array:
     """Positional interpolation: all frequencies divided by one factor."""
-    return np.asarray(frequencies / np.float32(factor), np.float32)
+    with np.errstate(all="ignore"):
+        return np.asarray(frequencies / np.float32(factor), np.float32)
 
 
 def _llama3_scaled(frequencies: F32Array, rope: Config, max_context: int) -> F32Array:
@@ -66,10 +93,11 @@ def _llama3_scaled(frequencies: F32Array, rope: Config, max_context: int) -> F32
     if low == high:
         raise rope.refused(f"low_freq_factor = high_freq_factor = {low}", "two different factors")
     original = rope.integer("original_max_position_embeddings", max_context)
-    wavelength = (_ONE / frequencies) * np.float32(2 * pi)
-    is_long = wavelength > np.float32(original / low)
-    is_short = wavelength < np.float32(original / high)
-    scaled = np.where(is_long, frequencies / np.float32(factor), frequencies)
-    smooth: Any = ((_ONE / wavelength) * np.float32(original) - np.float32(low)) / np.float32(high - low)
-    smoothed = (_ONE - smooth) * scaled / np.float32(factor) + smooth * scaled
-    return np.asarray(np.where(~is_short & ~is_long, smoothed, scaled), np.float32)
+    with np.errstate(all="ignore"):
+        wavelength = (_ONE / frequencies) * np.float32(2 * pi)
+        is_long = wavelength > np.float32(original / low)
+        is_short = wavelength < np.float32(original / high)
+        scaled = np.where(is_long, frequencies / np.float32(factor), frequencies)
+        smooth: Any = ((_ONE / wavelength) * np.float32(original) - np.float32(low)) / np.float32(high - low)
+        smoothed = (_ONE - smooth) * scaled / np.float32(factor) + smooth * scaled
+        return np.asarray(np.where(~is_short & ~is_long, smoothed, scaled), np.float32)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from flashd.errors import ConversionError
-from flashd.models.families import CheckpointPlan, gguf_plan, hf_plan
+from flashd.models.families import CheckpointPlan, gguf_plan, hf_plan, shown
 from flashd.tools.convert.resident import check_tensor, missing_tensor, source_name
+from flashd.tools.convert.side_files import read_json
 from flashd.tools.convert.sources.base import TensorSource
 from flashd.tools.convert.sources.safetensors import SafetensorsSource
 from flashd.tools.convert.sources.torch_zip import TorchZipSource
 from flashd.types import DType
 
-_MAX_JSON_BYTES = 256 << 20
 # In the order in which transformers looks for them; an index outranks a single file beside it.
 _WEIGHTS: tuple[tuple[str, str, type[SafetensorsSource] | type[TorchZipSource]], ...] = (
     ("model", "safetensors", SafetensorsSource),
     ("pytorch_model", "bin", TorchZipSource),
 )
+_FILE_NAME = re.compile(r"[^/\\\x00-\x1f]{1,200}")
 _SIDE_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "vocab.json",
     "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.model",
@@ -82,21 +82,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a checkpoint's file."""
-    try:
-        if path.stat().st_size > _MAX_JSON_BYTES:
-            raise ValueError(f"{path.stat().st_size} bytes")
-        value = json.loads(path.read_bytes())
-    except OSError as exc:
-        raise ConversionError(f"cannot read {path}: {exc.strerror}; check the path and permissions") from exc
-    except (ValueError, RecursionError) as exc:
-        raise ConversionError(f"{path}: not valid JSON ({exc}); download it again") from exc
-    if not isinstance(value, dict):
-        raise ConversionError(f"{path}: a JSON {type(value).__name__}, expected an object; download it again")
-    return value
-
-
 def bundle_dtype(checkpoint: Checkpoint) -> DType:
     """The narrowest dtype that holds all matrices exactly; f16 where they were quantised."""
     plan, source = checkpoint.plan, checkpoint.source
@@ -141,9 +126,9 @@ def _indexed_shards(index: Path, stem: str, suffix: str) -> dict[Path, set[str] 
         raise ConversionError(f"{index}: no weight_map; download it again")
     shards: dict[Path, set[str] | None] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not re.fullmatch(r"[^/\\]+", name) or name in (".", ".."):
+        if not isinstance(name, str) or not _FILE_NAME.fullmatch(name) or name in (".", ".."):
             raise ConversionError(
-                f"{index}: {tensor!r} is in {name!r}, which is no file name; download it again"
+                f"{index}: {shown(tensor)} is in {shown(name)}, which is no file name; download it again"
             )
         names = shards.setdefault(index.parent / name, set())
         assert names is not None

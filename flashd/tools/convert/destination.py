@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,16 +82,18 @@ class Destination:
         dest: the bundle's final place.
         fingerprint: see ``Durable``.
         overwrite: whether a bundle there may be replaced.
+        note: told when an unfinished conversion is given up.
 
     Raises:
         ConversionError: the place is taken, or another conversion is writing there.
     """
 
-    def __init__(self, dest: Path, fingerprint: str, overwrite: bool) -> None:
+    def __init__(self, dest: Path, fingerprint: str, overwrite: bool, note: Callable[[str], None]) -> None:
         self.dest = Path(os.path.realpath(dest))
         self.root = self.dest.with_name(self.dest.name + SUFFIX)
-        self._aside = self.dest.with_name(f".{self.dest.name}.replaced")
+        self._aside = _aside(self.dest)
         self._overwrite = overwrite
+        self._note = note
         self.durable = Durable(fingerprint)
         self.finished: Manifest | None = None
         self._lock_fd = -1
@@ -157,17 +160,24 @@ class Destination:
             else:
                 self.root.rename(self.dest)
             sync_path(self.dest.parent)
-            shutil.rmtree(self._aside, ignore_errors=True)
+            self._remove_aside()
 
     def _replace(self) -> None:
         """Swap with the old bundle, in one step where the file system can."""
         check_place(self.dest, self._overwrite)
-        shutil.rmtree(self._aside, ignore_errors=True)
+        self._remove_aside()
         if not _exchange(self.root, self.dest):
             self.dest.rename(self._aside)
             self.root.rename(self.dest)
         else:
             shutil.rmtree(self.root)
+
+    def _remove_aside(self) -> None:
+        """Remove the old bundle that was put aside, now or by a run that was killed then."""
+        with suppress(ConversionError):
+            if self._aside.is_dir():
+                _check_replaceable(self._aside)
+                shutil.rmtree(self._aside, ignore_errors=True)
 
     def _lock(self) -> None:
         """Lock the directory itself: a lock file would be left in the bundle, or be missed by a
@@ -217,7 +227,14 @@ class Destination:
                 return
         except (OSError, ValueError, TypeError, KeyError):
             pass  # no progress, or none that can be understood
+        with write_errors(self.root):
+            left = any(self.root.iterdir())
         self._clear()
+        if left:
+            self._note(
+                f"{self.root}: what an earlier conversion left was made with other options or from other "
+                "files, or is damaged; starting anew"
+            )
 
     def _holds(self, durable: Durable) -> bool:
         """Whether the files are still as long as they were. Raises OSError if one is gone."""
@@ -239,11 +256,11 @@ class Destination:
     def _clear(self) -> None:
         """Remove our files. What we don't know stays, with an error: it is somebody's."""
         with write_errors(self.root):
-            for path in self.root.iterdir():
-                if path.name.removesuffix(".tmp") not in _OURS:
-                    raise ConversionError(
-                        f"{self.root}: holds {path.name!r}, which is no file of a bundle; move it away"
-                    )
+            stranger = _stranger(self.root)
+            if stranger is not None:
+                raise ConversionError(
+                    f"{self.root}: holds {stranger!r}, which is no file of a bundle; move it away"
+                )
             for path in self.root.iterdir():
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path)
@@ -275,8 +292,47 @@ def check_place(dest: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise ConversionError(f"{dest}: exists; choose another place, or replace it with --overwrite")
-    if not dest.is_dir() or (any(dest.iterdir()) and not _is_bundle(dest)):
-        raise ConversionError(f"{dest}: exists and is no flashd bundle, so it is not replaced; move it away")
+    # What an interrupted replacement put aside goes together with the bundle.
+    for path in (dest, _aside(dest)):
+        if path.exists() or path.is_symlink():
+            _check_replaceable(path)
+
+
+def _check_replaceable(path: Path) -> None:
+    if not path.is_dir() or (any(path.iterdir()) and not _is_bundle(path)):
+        raise ConversionError(f"{path}: exists and is no flashd bundle, so it is not replaced; move it away")
+    stranger = _stranger(path)
+    if stranger is not None:
+        raise ConversionError(
+            f"{path}: holds {stranger!r}, which is no file of a bundle, so it is not replaced; move that away"
+        )
+
+
+def _aside(dest: Path) -> Path:
+    """Where an old bundle waits where two directories cannot be swapped."""
+    return dest.with_name(f".{dest.name}.replaced")
+
+
+def _stranger(root: Path) -> str | None:
+    """A file in a bundle's directory, finished or not, that no conversion wrote."""
+    for path in root.iterdir():
+        if path.name.removesuffix(".tmp") not in _OURS:
+            return path.name
+    listed = _listed_files(root)  # none while the bundle is unfinished: zarr has names of its own then
+    for path in (root / ZARR).rglob("*") if listed else ():
+        name = path.relative_to(root).as_posix()
+        if name not in listed and (path.is_symlink() or not path.is_dir()):
+            return name
+    return None
+
+
+def _listed_files(root: Path) -> set[str]:
+    """Files that a bundle's manifest names, of any version; empty where it cannot be read."""
+    try:
+        files = json.loads((root / MANIFEST).read_bytes())["files"]
+        return {file["name"] for file in files if isinstance(file["name"], str)}
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return set()
 
 
 def _is_bundle(path: Path) -> bool:

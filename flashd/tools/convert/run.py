@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from time import monotonic
@@ -30,6 +31,7 @@ from flashd.tools.convert.ffn_file import SUM_BYTES, BundleFileWriter
 from flashd.tools.convert.files import HashedFile, hash_file, sync_path, write_errors
 from flashd.tools.convert.options import ConvertOptions, Progress
 from flashd.tools.convert.resident import ResidentLayout, ResidentWriter, resident_layout, resident_path
+from flashd.tools.convert.side_files import printable
 from flashd.tools.convert.tokenizer import Tokenizer, build_tokenizer
 from flashd.types import DTYPES, DType, FFNGeometry
 
@@ -38,6 +40,8 @@ _COMMIT_BYTES = 64 << 20
 _COMMIT_S = 1.0
 # Directory entries, manifest, zarr metadata and shard indexes: room beyond the weights.
 _SLACK_BYTES = 1 << 20
+# Of the manifest's text for people that comes out of the source as it is.
+_MAX_NOTE_CHARS = 200
 
 OnProgress = Callable[[Progress], None]
 
@@ -66,6 +70,7 @@ def convert(
     dest: Path,
     options: ConvertOptions | None = None,
     progress: OnProgress | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> Manifest:
     """Convert a checkpoint into a bundle directory (format 1), streaming.
 
@@ -77,6 +82,7 @@ def convert(
         dest: the bundle to make. Its parents are made as needed.
         options: see ``ConvertOptions``.
         progress: called in this thread some times a second.
+        note: called with one line about each thing that a person may not expect.
 
     Returns:
         The manifest of the bundle.
@@ -90,16 +96,39 @@ def convert(
     options = options or ConvertOptions()
     _check_choice("dtype", options.dtype, ("auto", *DTYPES))
     _check_choice("store", options.store, ("file", "zarr"))
-    check_place(dest, options.overwrite)
-    checkpoint = open_checkpoint(source)
-    try:
-        job = _plan_job(checkpoint, options, dest)
-        with Destination(dest, job.fingerprint, options.overwrite) as out:
-            manifest = out.finished or _Run(job, out, progress or (lambda _: None)).write()
-            out.publish(manifest)
-    finally:
-        checkpoint.source.close()
+    with _system_errors(source):
+        check_place(dest, options.overwrite)
+        checkpoint = open_checkpoint(source)
+        try:
+            job = _plan_job(checkpoint, options, dest)
+            with Destination(dest, job.fingerprint, options.overwrite, note or _ignore) as out:
+                manifest = out.finished or _Run(job, out, progress or _ignore).write()
+                out.publish(manifest)
+        finally:
+            checkpoint.source.close()
     return manifest
+
+
+def _ignore(_: object) -> None:
+    """Nobody listens."""
+
+
+@contextmanager
+def _system_errors(source: Path) -> Iterator[None]:
+    """Translate what the system says where no nearer place could: a path that may not be looked
+    at, or memory that isn't there."""
+    try:
+        yield
+    except OSError as exc:
+        where = exc.filename or source
+        raise ConversionError(
+            f"{where}: {exc.strerror or exc}; check the path, permissions and the disk"
+        ) from exc
+    except MemoryError as exc:
+        raise ConversionError(
+            f"{source}: not enough memory to convert this model ({exc or 'none left'}); free some, or "
+            "convert on a larger machine: the same command goes on from what is safely on disk"
+        ) from exc
 
 
 def _check_choice(what: str, got: str, known: tuple[str, ...]) -> None:
@@ -259,9 +288,9 @@ class _Run:
             tokenizer=job.tokenizer.spec,
             provenance={
                 "flashd": flashd.__version__,
-                "source": checkpoint.where.resolve().name,
+                "source": printable(checkpoint.where.resolve().name),
                 "source_format": checkpoint.source.format,
-                "source_dtypes": ",".join(stored),
+                "source_dtypes": printable(",".join(stored))[:_MAX_NOTE_CHARS],
                 FINGERPRINT: job.fingerprint,
             },
         )

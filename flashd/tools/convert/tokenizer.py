@@ -6,6 +6,7 @@ a source's post-processor adds is therefore looked up here once and never double
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,11 +16,15 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as HFTokenizer
 
 from flashd.errors import TokenizerError
-from flashd.tools.convert.checkpoint import Checkpoint, read_json
+from flashd.models.families import shown
+from flashd.tools.convert.checkpoint import Checkpoint
+from flashd.tools.convert.side_files import MAX_VOCABULARY_BYTES, read_json, read_text
 from flashd.tools.convert.tokenizer_gguf import gguf_spec, gguf_tokenizer
+from flashd.tools.convert.tokenizer_library import MAX_TOKEN_ID, REMEDY, library_errors
 from flashd.types import TokenizerSpec
 
-_REMEDY = "give a tokenizer with --tokenizer tokenizer.json"
+_SETTINGS = "tokenizer_config.json"
+_DECIMAL = re.compile(r"[0-9]{1,9}")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -42,36 +47,45 @@ def build_tokenizer(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
         TokenizerError: there is one, but flashd cannot use it.
     """
     if given is not None and not given.exists():
-        raise TokenizerError(f"{given}: no such file; {_REMEDY}")
-    if checkpoint.is_gguf:
-        return _of_gguf(checkpoint, given)
+        raise TokenizerError(f"{given}: no such file; {REMEDY}")
+    tokenizer = _of_gguf(checkpoint, given) if checkpoint.is_gguf else _of_hf(checkpoint, given)
+    spec, vocab_size = tokenizer.spec, checkpoint.plan.spec.vocab_size
+    if spec is not None and spec.add_bos and spec.bos_id is not None and spec.bos_id >= vocab_size:
+        raise TokenizerError(
+            f"{given or checkpoint.where}: every prompt would begin with token {spec.bos_id}, expected one "
+            f"of the model's {vocab_size}; {REMEDY} that belongs to the model"
+        )
+    return tokenizer
+
+
+def _of_hf(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
     folder = given if given is not None and given.is_dir() else checkpoint.where
     tokenizer = _loaded(given) if given is not None and given.is_file() else _from_folder(folder, checkpoint)
     if given is not None and tokenizer is None:
-        raise TokenizerError(f"{given}: holds no tokenizer.json; {_REMEDY}")
+        raise TokenizerError(f"{given}: holds no tokenizer.json; {REMEDY}")
     return _described(tokenizer, folder, checkpoint)
 
 
 def _of_gguf(checkpoint: Checkpoint, given: Path | None) -> Tokenizer:
-    spec = gguf_spec(checkpoint.config)
+    spec = gguf_spec(checkpoint.config, str(checkpoint.where))
     if given is not None:
         path = given / "tokenizer.json" if given.is_dir() else given
         return Tokenizer(_loaded(path).to_str(), spec)
     tokenizer = gguf_tokenizer(checkpoint.config, str(checkpoint.where))
-    return Tokenizer(tokenizer.to_str() if tokenizer else None, spec)
+    with library_errors(checkpoint.where):
+        return Tokenizer(tokenizer.to_str() if tokenizer else None, spec)
 
 
 def _loaded(path: Path) -> HFTokenizer:
     """A ``tokenizer.json``, without the truncation and padding of somebody's training."""
-    try:
-        tokenizer = HFTokenizer.from_file(str(path))
-    except Exception as exc:  # the library raises plain Exception
-        reason = " ".join(str(exc).split())[:200]
-        raise TokenizerError(
-            f"{path}: not a usable tokenizer ({reason}); download it again or {_REMEDY}"
-        ) from exc
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    text = read_text(path, MAX_VOCABULARY_BYTES)
+    with library_errors(path):
+        tokenizer = HFTokenizer.from_str(text)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        highest = max(tokenizer.get_vocab().values(), default=0)
+    if highest > MAX_TOKEN_ID:
+        raise _wrong(path, "a token's id", highest, f"at most {MAX_TOKEN_ID}")
     return tokenizer
 
 
@@ -80,41 +94,38 @@ def _from_folder(folder: Path, checkpoint: Checkpoint) -> HFTokenizer | None:
         return _loaded(folder / "tokenizer.json")
     vocab, merges = folder / "vocab.json", folder / "merges.txt"
     if vocab.is_file() and merges.is_file():
-        tokenizer = _byte_level_bpe(folder, vocab, merges)
-        _put_bos_in_front(tokenizer, folder, checkpoint)
-        return tokenizer
+        with library_errors(vocab):
+            tokenizer = _byte_level_bpe(folder, vocab, merges)
+            _put_bos_in_front(tokenizer, folder, checkpoint)
+            return tokenizer
     for name in ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model"):
         if (folder / name).is_file():
             raise TokenizerError(
                 f"{folder / name}: a SentencePiece model, expected tokenizer.json; load it with "
-                f"transformers' AutoTokenizer and save_pretrained it, or {_REMEDY}"
+                f"transformers' AutoTokenizer and save_pretrained it, or {REMEDY}"
             )
     return None
 
 
 def _byte_level_bpe(folder: Path, vocab: Path, merges: Path) -> HFTokenizer:
     """GPT-2's tokenizer from its two files, as OPT has them."""
-    settings = _optional_json(folder / "tokenizer_config.json")
-    try:
-        model = models.BPE.from_file(str(vocab), str(merges))
-    except Exception as exc:  # the library raises plain Exception
-        raise TokenizerError(
-            f"{vocab}: not a usable vocabulary ({exc}); download it again or {_REMEDY}"
-        ) from exc
-    tokenizer = HFTokenizer(model)
+    settings = _optional_json(folder / _SETTINGS)
+    tokenizer = HFTokenizer(models.BPE(vocab=_vocabulary(vocab), merges=_merges(merges)))
     prefix = settings.get("add_prefix_space") is True
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     specials = {_text(_special(folder, settings, name)) for name in _SPECIAL} - {""}
-    decoder = settings.get("added_tokens_decoder")
     added: dict[int, Any] = {}
-    if isinstance(decoder, dict):
-        added = {int(key): value for key, value in decoder.items() if str(key).isdigit()}
+    for key, token in _object(folder, settings, "added_tokens_decoder").items():
+        if not _DECIMAL.fullmatch(key):
+            raise _wrong(folder / _SETTINGS, "added_tokens_decoder", key, "token ids as keys")
+        added[int(key)] = token
     for content, token_id in _optional_json(folder / "added_tokens.json").items():
-        if isinstance(token_id, int):
-            added.setdefault(token_id, content)
-    for _, token in sorted(added.items()):
-        _add(tokenizer, token, specials)
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise _wrong(folder / "added_tokens.json", f"token {shown(content)}", token_id, "a token id")
+        added.setdefault(token_id, content)
+    for token_id in sorted(added):
+        _add(tokenizer, added[token_id], specials)
     for name in _SPECIAL:
         token = _special(folder, settings, name)
         if _text(token):
@@ -122,9 +133,30 @@ def _byte_level_bpe(folder: Path, vocab: Path, merges: Path) -> HFTokenizer:
     return tokenizer
 
 
+def _vocabulary(path: Path) -> dict[str, int]:
+    values = read_json(path, MAX_VOCABULARY_BYTES)
+    for token, token_id in values.items():
+        if type(token_id) is not int or not 0 <= token_id <= MAX_TOKEN_ID:
+            raise _wrong(path, f"token {shown(token)}", token_id, "a token id")
+    return values
+
+
+def _merges(path: Path) -> list[tuple[str, str]]:
+    lines = read_text(path, MAX_VOCABULARY_BYTES).split("\n")
+    pairs = []
+    for number, line in enumerate(lines, 1):
+        left, _, right = line.removesuffix("\r").partition(" ")
+        if line.startswith("#version") or not line.strip():
+            continue
+        if not left or not right or " " in right:
+            raise _wrong(path, f"line {number}", line, "two tokens with a space between")
+        pairs.append((left, right))
+    return pairs
+
+
 def _put_bos_in_front(tokenizer: HFTokenizer, folder: Path, checkpoint: Checkpoint) -> None:
     """These files carry no post-processor but a setting, and OPT's tokenizer added BOS unasked."""
-    settings = _optional_json(folder / "tokenizer_config.json")
+    settings = _optional_json(folder / _SETTINGS)
     wanted = settings.get("add_bos_token")
     if not (wanted if isinstance(wanted, bool) else checkpoint.plan.spec.family == "opt"):
         return
@@ -132,7 +164,10 @@ def _put_bos_in_front(tokenizer: HFTokenizer, folder: Path, checkpoint: Checkpoi
     text = _text(_special(folder, settings, "bos_token")) or _token(tokenizer, bos_id)
     for token_id in _known(tokenizer, text):
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{text} $A", pair=f"{text} $A $B", special_tokens=[(text, token_id)]
+            # A name for the token: its own text may mean something in a template.
+            single="bos $A",
+            pair="bos $A $B",
+            special_tokens=[{"id": "bos", "ids": [token_id], "tokens": [text]}],
         )
 
 
@@ -155,7 +190,7 @@ def _described(tokenizer: HFTokenizer | None, folder: Path, checkpoint: Checkpoi
     """What ``tokenizer.json`` doesn't say, from the files around it."""
     config = checkpoint.config
     generation = _optional_json(checkpoint.where / "generation_config.json")
-    settings = _optional_json(folder / "tokenizer_config.json")
+    settings = _optional_json(folder / _SETTINGS)
     bos_text, eos_text = (_text(_special(folder, settings, name)) for name in ("bos_token", "eos_token"))
     eos_ids = [*_ids(generation.get("eos_token_id")), *_ids(config.get("eos_token_id"))]
     bos_ids = [*_ids(generation.get("bos_token_id")), *_ids(config.get("bos_token_id"))]
@@ -174,7 +209,8 @@ def _described(tokenizer: HFTokenizer | None, folder: Path, checkpoint: Checkpoi
     if tokenizer is None:
         has_ids = bos_id is not None or spec.eos_ids
         return Tokenizer(None, spec if has_ids else None)
-    prefix = _prefix(tokenizer)
+    with library_errors(folder):
+        prefix, text = _prefix(tokenizer), tokenizer.to_str()
     bos_id = bos_id if prefix is None else prefix
     spec = replace(
         spec,
@@ -183,7 +219,7 @@ def _described(tokenizer: HFTokenizer | None, folder: Path, checkpoint: Checkpoi
         bos_token=bos_text or _token(tokenizer, bos_id),
         eos_token=eos_text or _token(tokenizer, next(iter(spec.eos_ids), None)),
     )
-    return Tokenizer(tokenizer.to_str(), spec)
+    return Tokenizer(text, spec)
 
 
 def _prefix(tokenizer: HFTokenizer) -> int | None:
@@ -196,12 +232,14 @@ def _prefix(tokenizer: HFTokenizer) -> int | None:
 def _chat_template(folder: Path, settings: dict[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        named = {item.get("name"): item.get("template") for item in template if isinstance(item, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        named = [item for item in template if isinstance(item, dict) and item.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise _wrong(folder / _SETTINGS, "chat_template", template, "a string, or a list of named ones")
+    return template
 
 
 def _special(folder: Path, settings: dict[str, Any], name: str) -> Any:
@@ -213,6 +251,19 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
+def _object(folder: Path, settings: dict[str, Any], name: str) -> dict[str, Any]:
+    value = settings.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise _wrong(folder / _SETTINGS, name, value, "an object")
+    return value or {}
+
+
+def _wrong(path: Path, what: str, got: object, expected: str) -> TokenizerError:
+    return TokenizerError(
+        f"{path}: {what} is {shown(got)}, expected {expected}; download it again or {REMEDY}"
+    )
+
+
 def _text(token: Any) -> str:
     """Text of a special token, written plainly or as an ``AddedToken``."""
     value = token.get("content") if isinstance(token, dict) else token
@@ -221,7 +272,7 @@ def _text(token: Any) -> str:
 
 def _ids(value: Any) -> Iterable[int]:
     values = value if isinstance(value, list) else [value]
-    return [item for item in values if type(item) is int and item >= 0]
+    return [item for item in values if type(item) is int and 0 <= item <= MAX_TOKEN_ID]
 
 
 def _known(tokenizer: HFTokenizer, text: str) -> list[int]:

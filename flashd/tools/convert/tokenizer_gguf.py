@@ -7,15 +7,20 @@ Two kinds: ``gpt2`` (byte-level BPE; ``tokenizer.ggml.pre`` names how text is sp
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from flashd.errors import TokenizerError
+from flashd.models.families import shown
+from flashd.tools.convert.tokenizer_library import MAX_TOKEN_ID, library_errors
 from flashd.types import TokenizerSpec
 
+_Item = TypeVar("_Item", str, int, float)
 _KEY = "tokenizer.ggml."
 _REMEDY = "give the model's own with --tokenizer tokenizer.json"
+# SentencePiece learns pieces of 16 characters; all cuts of one take its length squared.
+_MAX_PIECE_CHARS = 256
 # llama.cpp's token types that are matched whole in the text.
 _CONTROL, _USER_DEFINED = 3, 4
 _LLAMA3_SPLIT = (
@@ -35,9 +40,13 @@ _PRE = {
 }
 
 
-def gguf_spec(metadata: Mapping[str, Any]) -> TokenizerSpec | None:
-    """Special tokens and chat template. None if the file has no tokenizer and no ids."""
-    tokens = metadata.get(f"{_KEY}tokens") or []
+def gguf_spec(metadata: Mapping[str, Any], where: str) -> TokenizerSpec | None:
+    """Special tokens and chat template. None if the file has no tokenizer and no ids.
+
+    Raises:
+        TokenizerError: metadata of another type than expected.
+    """
+    tokens = _list(metadata, "tokens", str, where) or []
     bos_id = _id(metadata, "bos_token_id")
     ends = [_id(metadata, f"{name}_token_id") for name in ("eos", "eot", "eom")]
     eos_ids = tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None))
@@ -47,7 +56,9 @@ def gguf_spec(metadata: Mapping[str, Any]) -> TokenizerSpec | None:
     add_bos = metadata.get(f"{_KEY}add_bos_token")
     if not isinstance(add_bos, bool):
         # Older files don't say; llama.cpp then adds it for these two.
-        add_bos = metadata.get(f"{_KEY}model") == "llama" or _PRE.get(_pre(metadata)) == "llama3"
+        pre = _pre(metadata)
+        llama3 = isinstance(pre, str) and _PRE.get(pre) == "llama3"
+        add_bos = llama3 or metadata.get(f"{_KEY}model") == "llama"
     return TokenizerSpec(
         bos_id=bos_id,
         eos_ids=eos_ids,
@@ -64,7 +75,7 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer | None:
     Raises:
         TokenizerError: a kind or a pre-tokenizer that flashd doesn't know, or no merges.
     """
-    kind, tokens = metadata.get(f"{_KEY}model"), metadata.get(f"{_KEY}tokens")
+    kind, tokens = metadata.get(f"{_KEY}model"), _list(metadata, "tokens", str, where)
     if not tokens or kind in (None, "none", "no_vocab"):
         return None
     if kind == "gpt2":
@@ -72,20 +83,22 @@ def gguf_tokenizer(metadata: Mapping[str, Any], where: str) -> Tokenizer | None:
     elif kind == "llama":
         tokenizer = _sentencepiece(metadata, tokens, where)
     else:
-        raise TokenizerError(f"{where}: tokenizer {kind!r}, expected gpt2 or llama; {_REMEDY}")
-    _add_whole_tokens(tokenizer, tokens, metadata.get(f"{_KEY}token_type") or [])
+        raise TokenizerError(f"{where}: tokenizer {shown(kind)}, expected gpt2 or llama; {_REMEDY}")
+    with library_errors(where):
+        _add_whole_tokens(tokenizer, tokens, _list(metadata, "token_type", int, where) or [])
     return tokenizer
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
     pre = _pre(metadata)
-    if pre not in _PRE:
-        raise TokenizerError(f"{where}: pre-tokenizer {pre!r}, expected one of {', '.join(_PRE)}; {_REMEDY}")
-    merges = metadata.get(f"{_KEY}merges")
-    if not isinstance(merges, list):
+    if not isinstance(pre, str) or pre not in _PRE:
+        raise TokenizerError(
+            f"{where}: pre-tokenizer {shown(pre)}, expected one of {', '.join(_PRE)}; {_REMEDY}"
+        )
+    pairs = _pairs(metadata, where)
+    if pairs is None:
         raise TokenizerError(f"{where}: a BPE tokenizer without merges; {_REMEDY}")
     split = _PRE[pre]
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocab = {token: index for index, token in enumerate(tokens)}
     # Llama 3 takes a word that is in its vocabulary whole, merges or not.
     tokenizer = _bpe(where, vocab=vocab, merges=pairs, ignore_merges=split == "llama3")
@@ -113,12 +126,10 @@ def _splitter(split: str) -> Any:
 
 def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], where: str) -> Tokenizer:
     vocab = {token: index for index, token in enumerate(tokens)}
-    merges = metadata.get(f"{_KEY}merges")
-    if isinstance(merges, list):
-        pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    else:
-        scores = metadata.get(f"{_KEY}scores")
-        if not isinstance(scores, list) or len(scores) != len(tokens):
+    pairs = _pairs(metadata, where)
+    if pairs is None:
+        scores = _list(metadata, "scores", float, where)
+        if scores is None or len(scores) != len(tokens):
             raise TokenizerError(f"{where}: a SentencePiece tokenizer without scores; {_REMEDY}")
         pairs = _merges_from_scores(vocab, scores)
     tokenizer = _bpe(where, vocab=vocab, merges=pairs, fuse_unk=True, byte_fallback=True)
@@ -138,6 +149,8 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[t
     by looking up the score of each neighbouring pair (ties as in transformers)."""
     merges: list[tuple[float, int, int, str, str]] = []
     for token, score in zip(list(vocab), (scores[index] for index in vocab.values()), strict=True):
+        if len(token) > _MAX_PIECE_CHARS:
+            continue
         cuts = [(token[:i], token[i:]) for i in range(1, len(token))]
         cuts = [(left, right) for left, right in cuts if left in vocab and right in vocab]
         cuts.sort(key=lambda cut: (vocab[cut[0]], vocab[cut[1]]))
@@ -147,10 +160,8 @@ def _merges_from_scores(vocab: Mapping[str, int], scores: list[float]) -> list[t
 
 
 def _bpe(where: str, **settings: Any) -> Tokenizer:
-    try:
+    with library_errors(where):
         return Tokenizer(models.BPE(**settings))
-    except Exception as exc:  # the library raises plain Exception
-        raise TokenizerError(f"{where}: malformed tokenizer ({exc}); download the file again") from exc
 
 
 def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int]) -> None:
@@ -160,13 +171,35 @@ def _add_whole_tokens(tokenizer: Tokenizer, tokens: list[str], types: list[int])
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
 
 
-def _pre(metadata: Mapping[str, Any]) -> str:
-    return str(metadata.get(f"{_KEY}pre") or "default")
+def _pairs(metadata: Mapping[str, Any], where: str) -> list[tuple[str, str]] | None:
+    """Merges, which the file has as two tokens with a space between."""
+    merges = _list(metadata, "merges", str, where)
+    if merges is None:
+        return None
+    cut = [merge.partition(" ") for merge in merges]
+    return [(left, right) for left, _, right in cut]
+
+
+def _list(metadata: Mapping[str, Any], name: str, kind: type[_Item], where: str) -> list[_Item] | None:
+    """A list whose items are all of one type; None if it is absent."""
+    values = metadata.get(_KEY + name)
+    if values is None:
+        return None
+    if not isinstance(values, list) or any(type(item) is not kind for item in values):
+        raise TokenizerError(
+            f"{where}: {_KEY}{name} is {shown(values)}, expected a list of {kind.__name__}; download the "
+            f"file again or {_REMEDY}"
+        )
+    return values
+
+
+def _pre(metadata: Mapping[str, Any]) -> Any:
+    return metadata.get(f"{_KEY}pre") or "default"
 
 
 def _id(metadata: Mapping[str, Any], name: str) -> int | None:
     value = metadata.get(_KEY + name)
-    return value if type(value) is int and value >= 0 else None
+    return value if type(value) is int and 0 <= value <= MAX_TOKEN_ID else None
 
 
 def _token(tokens: list[str], token_id: int | None) -> str:

@@ -14,6 +14,7 @@ import gguf.quants
 import numpy as np
 
 from flashd.errors import ConversionError
+from flashd.models.families import shown
 from flashd.tools.convert.sources.base import SourceFile, TensorInfo, TensorSource
 from flashd.tools.convert.sources.gguf_header import GGUFTensor, read_header
 from flashd.types import DType, WeightArray
@@ -34,9 +35,10 @@ class GGUFSource(TensorSource):
         header = read_header(path)
         self.files = (path,)
         self.metadata: dict[str, Any] = header.metadata
-        if int(self.metadata.get("split.count") or 1) > 1:
+        parts = self.metadata.get("split.count")
+        if parts is not None and (type(parts) is not int or parts > 1):
             raise ConversionError(
-                f"{path}: one of {self.metadata['split.count']} parts, expected a whole file; merge them "
+                f"{path}: one of {shown(parts)} parts (split.count), expected a whole file; merge them "
                 "with llama-gguf-split --merge"
             )
         self._file = SourceFile(path)

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from flashd.errors import ConversionError
+from flashd.models.families import shown
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -25,6 +26,10 @@ _SCALARS = {
 }  # fmt: skip
 _BOOL = 7
 _MAX_DIMS = 4
+# A vocabulary of 256 thousand tokens with its merges takes some 16 MB and a million values. Each
+# value is a Python object: what is allowed here is some 400 MB of them.
+_MAX_HEADER_BYTES = 64 << 20
+_MAX_VALUES = 1 << 22
 _DEFAULT_ALIGNMENT_BYTES = 32
 
 
@@ -66,6 +71,7 @@ class _Parser:
         self._file = file
         self._size_bytes = size_bytes
         self._left_bytes = size_bytes
+        self._left_values = _MAX_VALUES
 
     def header(self) -> GGUFHeader:
         """The whole header. Raises ``ValueError``."""
@@ -77,13 +83,15 @@ class _Parser:
             raise ValueError(f"GGUF {what}, expected little-endian version 2 or 3")
         n_tensors, n_keys = self._number("<Q"), self._number("<Q")
         metadata: dict[str, Any] = {}
+        self._count(n_keys)
+        self._count(n_tensors)
         for _ in range(n_keys):
             key = self._string()
             metadata[key] = self._value(self._number("<I"))
         table = [self._tensor() for _ in range(n_tensors)]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT_BYTES)
         if not isinstance(alignment, int) or alignment <= 0:
-            raise ValueError(f"general.alignment is {alignment!r}")
+            raise ValueError(f"general.alignment is {shown(alignment)}")
         start = -(-(self._size_bytes - self._left_bytes) // alignment) * alignment
         tensors = tuple(GGUFTensor(name, shape, kind, start + at) for name, shape, kind, at in table)
         if len({tensor.name for tensor in tensors}) != len(tensors):
@@ -93,7 +101,7 @@ class _Parser:
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, n_dims = self._string(), self._number("<I")
         if n_dims > _MAX_DIMS:
-            raise ValueError(f"tensor {name!r} with {n_dims} dimensions")
+            raise ValueError(f"tensor {shown(name)} with {n_dims} dimensions")
         dims = struct.unpack(f"<{n_dims}Q", self._bytes(8 * n_dims))
         kind, offset = struct.unpack("<IQ", self._bytes(12))
         return name, tuple(reversed(dims)), kind, offset
@@ -106,6 +114,7 @@ class _Parser:
         if kind != _ARRAY:
             raise ValueError(f"metadata of unknown type {kind}")
         element, count = struct.unpack("<IQ", self._bytes(12))
+        self._count(count)
         if element in _SCALARS:
             return self._numbers(element, count)
         if element != _STRING:
@@ -124,9 +133,16 @@ class _Parser:
     def _number(self, form: str) -> int:
         return int(struct.unpack(form, self._bytes(struct.calcsize(form)))[0])
 
+    def _count(self, values: int) -> None:
+        self._left_values -= values
+        if self._left_values < 0:
+            raise ValueError(f"a header of more than {_MAX_VALUES} values, more than any real model has")
+
     def _bytes(self, count: int) -> bytes:
         if count > self._left_bytes:
             raise ValueError(f"truncated: {self._left_bytes} bytes left in the header, expected {count}")
+        if self._size_bytes - self._left_bytes + count > _MAX_HEADER_BYTES:
+            raise ValueError(f"a header of more than {_MAX_HEADER_BYTES} bytes, more than any real model has")
         data = self._file.read(count)
         if len(data) != count:
             raise ValueError(f"truncated at byte {self._size_bytes}")

@@ -11,6 +11,8 @@ from flashd.tools.convert.sources.base import SourceFile, TensorInfo, TensorSour
 from flashd.types import NUMPY_DTYPE, SAFETENSORS_DTYPE, DType, WeightArray
 
 _DTYPES: dict[str, DType] = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
+# Some 200 thousand tensors; parsed, the smallest JSON items take 25 times their text.
+_MAX_HEADER_BYTES = 32 << 20
 assert set(_DTYPES) == set(SAFETENSORS_DTYPE.values())
 
 
@@ -40,6 +42,11 @@ class SafetensorsSource(TensorSource):
         where = str(file.path)
         try:
             length = header_length(file.read(0, PREFIX_BYTES), file.size_bytes, where)
+            if length > _MAX_HEADER_BYTES:
+                raise ConversionError(
+                    f"{where}: header of {length} bytes, expected at most {_MAX_HEADER_BYTES}; download it "
+                    "again"
+                )
             entries = parse_header(file.read(PREFIX_BYTES, length), file.size_bytes, where)
         except BundleCorruptError as exc:
             raise ConversionError(str(exc)) from exc

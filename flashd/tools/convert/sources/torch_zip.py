@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
+import zlib
 from math import prod
 from pathlib import Path
 
@@ -11,10 +13,12 @@ import numpy as np
 
 from flashd.errors import ConversionError
 from flashd.tools.convert.sources.base import SourceFile, TensorInfo, TensorSource
-from flashd.tools.convert.sources.unpickle import PickledTensor, load_tensors
+from flashd.tools.convert.sources.unpickle import MAX_PICKLE_BYTES, PickledTensor, load_tensors
 from flashd.types import DTYPES, NUMPY_DTYPE, DType, WeightArray
 
-_MAX_PICKLE_BYTES = 256 << 20
+# Some 60 thousand tensors; zipfile makes an object of each entry.
+_MAX_DIRECTORY_BYTES = 8 << 20
+_MAX_BYTEORDER_BYTES = 16
 _LOCAL_HEADER_BYTES = 30
 _LEGACY_PICKLE_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _RESAVE = "load it with torch and save it again (torch.save of today writes zip files), or use safetensors"
@@ -45,20 +49,14 @@ class TorchZipSource(TensorSource):
     def _read_archive(self, file: SourceFile, wanted: set[str] | None) -> None:
         where = str(file.path)
         _refuse_legacy(file)
-        try:
-            with zipfile.ZipFile(file.path) as archive:
-                members = {info.filename: info for info in archive.infolist()}
-                root = next((n[: -len("data.pkl")] for n in members if n.endswith("/data.pkl")), None)
-                if root is None or members[f"{root}data.pkl"].file_size > _MAX_PICKLE_BYTES:
-                    raise ConversionError(f"{where}: a zip archive without torch's data.pkl; {_RESAVE}")
-                order = archive.read(f"{root}byteorder") if f"{root}byteorder" in members else b"little"
-                views = load_tensors(archive.read(f"{root}data.pkl"), where)
-        except ConversionError:
-            raise
-        except Exception as exc:  # zipfile raises what a damaged archive provokes
-            raise ConversionError(f"{where}: damaged or truncated zip ({exc}); download it again") from exc
-        if order.strip() != b"little":
-            raise ConversionError(f"{where}: {order!r}-endian storages, expected little-endian; {_RESAVE}")
+        members = _members(file)
+        root = next((n[: -len("data.pkl")] for n in members if n.endswith("/data.pkl")), None)
+        if root is None:
+            raise ConversionError(f"{where}: a zip archive without torch's data.pkl; {_RESAVE}")
+        order = members.get(f"{root}byteorder")
+        if order is not None and _small_member(file, order, _MAX_BYTEORDER_BYTES).strip() != b"little":
+            raise ConversionError(f"{where}: storages that are not little-endian; {_RESAVE}")
+        views = load_tensors(_small_member(file, members[f"{root}data.pkl"], MAX_PICKLE_BYTES), where)
         for name in wanted or ():
             if name not in views:
                 raise ConversionError(
@@ -75,10 +73,17 @@ class TorchZipSource(TensorSource):
             raise ConversionError(f"{where}: its storage is not in the file; download it again")
         if member.compress_type != zipfile.ZIP_STORED:
             raise ConversionError(f"{where}: a compressed storage, expected a stored one; {_RESAVE}")
-        last = view.offset + sum((n - 1) * step for n, step in zip(view.shape, view.stride, strict=True))
-        if prod(view.shape) and (last + 1) * view.element.item_bytes > member.file_size:
+        count, item_bytes = prod(view.shape), view.element.item_bytes
+        if count and (view.last + 1) * item_bytes > member.file_size:
             raise ConversionError(
-                f"{where}: reaches element {last} of a storage of {member.file_size} bytes; download it again"
+                f"{where}: reaches element {view.last} of a storage of {member.file_size} bytes; download it "
+                "again"
+            )
+        if count * item_bytes > member.file_size:
+            # A few bytes could otherwise stand for a weight of any size.
+            raise ConversionError(
+                f"{where}: shows the {member.file_size} bytes of its storage several times over, expected a "
+                "weight of its own; call contiguous() on it and save it again"
             )
         start = _data_offset(file, member)
         if start + member.file_size > file.size_bytes:
@@ -109,6 +114,50 @@ class TorchZipSource(TensorSource):
         """See ``TensorSource.close``."""
         for file in self._open.values():
             file.close()
+
+
+class _BoundedFile(io.FileIO):
+    """A file that zipfile cannot be made to read at a stroke: what it asks for, it asks by numbers
+    from the file."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """See ``io.FileIO.read``; ``ValueError`` if it would be too much."""
+        if size is None or size < 0:
+            size = self._rest_bytes()
+        if size > _MAX_DIRECTORY_BYTES:
+            raise ValueError(f"a directory of {size} bytes, expected at most {_MAX_DIRECTORY_BYTES}")
+        return super().read(size)
+
+    def _rest_bytes(self) -> int:
+        here = self.tell()
+        rest = self.seek(0, io.SEEK_END) - here
+        self.seek(here)
+        return rest
+
+
+def _members(file: SourceFile) -> dict[str, zipfile.ZipInfo]:
+    """The archive's directory."""
+    try:
+        with _BoundedFile(file.path) as raw, zipfile.ZipFile(raw) as archive:
+            return {info.filename: info for info in archive.infolist()}
+    except Exception as exc:  # zipfile raises what a damaged archive provokes
+        reason = " ".join(str(exc).split())[:200]
+        raise ConversionError(f"{file.path}: damaged or truncated zip ({reason}); download it again") from exc
+
+
+def _small_member(file: SourceFile, member: zipfile.ZipInfo, limit_bytes: int) -> bytes:
+    """A whole member; torch stores them as they are, so none can be larger than it looks."""
+    name = f"{file.path}: {member.filename.rpartition('/')[2]!r}"
+    if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1:
+        raise ConversionError(f"{name} is compressed or encrypted, expected a stored member; {_RESAVE}")
+    if member.file_size > limit_bytes:
+        raise ConversionError(
+            f"{name} has {member.file_size} bytes, expected at most {limit_bytes}; {_RESAVE}"
+        )
+    data = file.read(_data_offset(file, member), member.file_size)
+    if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
+        raise ConversionError(f"{name} is damaged or truncated; download it again")
+    return data
 
 
 def _data_offset(file: SourceFile, member: zipfile.ZipInfo) -> int:
