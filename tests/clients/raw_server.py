@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,7 +105,9 @@ class RawServer:
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
 
     def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as reader:
+        # A client may leave before everything is sent.
+        left = suppress(BrokenPipeError, ConnectionResetError)
+        with connection, connection.makefile("rb") as reader, left:
             connection.settimeout(20)
             method, path, _ = reader.readline().decode().split()
             headers: dict[str, str] = {}

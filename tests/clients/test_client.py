@@ -211,18 +211,15 @@ def test_full_queue_again_and_again(server: RawServer) -> None:
     assert (len(server.requests), caught.value.retry_after_s) == (3, 0.01)
 
 
-@pytest.mark.parametrize(
-    ("header", "low", "high"),
-    [("3600", 3600.0, 3600.0), (formatdate(time.time() + 3600, usegmt=True), 3500.0, 3600.0)],
-    ids=["seconds", "date"],
-)
-def test_a_long_wait_is_left_to_the_caller(server: RawServer, header: str, low: float, high: float) -> None:
+@pytest.mark.parametrize("as_date", [False, True])
+def test_a_long_wait_is_left_to_the_caller(server: RawServer, as_date: bool) -> None:
+    header = formatdate(time.time() + 3600, usegmt=True) if as_date else "3600"
     server.reply(error(429, "queue full", retry_after=header))
     with client_of(server) as client, pytest.raises(flashd_client.RateLimited) as caught:
         client.chat("x")
     assert len(server.requests) == 1
     assert caught.value.retry_after_s is not None
-    assert low <= caught.value.retry_after_s <= high
+    assert 3500 <= caught.value.retry_after_s <= 3600
 
 
 def test_health_models_metrics(server: RawServer) -> None:
