@@ -5,6 +5,11 @@ one line, the server puts it into the OpenAI error shape. Lower-level errors (OS
 of a library) are translated where they cross into a room: ``raise X(...) from exc``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 
 class FlashdError(Exception):
     """Base of all errors a person is meant to read."""
@@ -42,6 +47,27 @@ class TokenizerError(FlashdError):
     """The model has no tokenizer or chat template, or it cannot be used."""
 
 
+@contextmanager
+def tokenizer_errors(message: Callable[[str], str]) -> Iterator[None]:
+    """Translate whatever the ``tokenizers`` library says: plain ``Exception``, or a Rust panic.
+
+    Args:
+        message: the error's text, made from the library's reason in one line.
+
+    Raises:
+        TokenizerError: the block failed.
+    """
+    try:
+        yield
+    except FlashdError:
+        raise
+    except BaseException as exc:
+        # A panic is no Exception, so that nobody takes it for one; its class cannot be imported.
+        if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
+            raise
+        raise TokenizerError(message(" ".join(str(exc).split())[:200])) from exc
+
+
 class RequestError(FlashdError):
     """A client's request is wrong. Maps to one OpenAI-shaped error object.
 
@@ -64,6 +90,10 @@ class RequestError(FlashdError):
         self.code = code
         self.param = param
         self.status = status
+
+
+class InternalError(FlashdError):
+    """Something broke inside the daemon; the request is lost, the daemon lives."""
 
 
 class SocketError(FlashdError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -23,6 +23,9 @@ from flashd.cli.render import (
 from flashd.errors import ConfigError
 from flashd.layout.manifest import TOKENIZER
 from flashd.types import DTYPES
+
+if TYPE_CHECKING:
+    from flashd.tools.inspect import InspectReport
 
 
 def convert(
@@ -71,7 +74,47 @@ def inspect(
     if as_json:
         print_json(asdict(report))
         return
-    table(("FACT", "VALUE"), report.rows())
+    table(("FACT", "VALUE"), inspect_rows(report))
+
+
+def inspect_rows(report: InspectReport) -> list[tuple[str, str]]:
+    """What ``inspect`` found, as a table for people."""
+    rows = [
+        ("model", f"{report.family}, {report.parameters / 1e6:,.1f} M parameters, {report.dtype}"),
+        (
+            "shape",
+            f"{report.n_layers} layers, d {report.d_model}, FFN {report.d_ffn}, "
+            f"context {report.max_context}, vocabulary {report.vocab_size}",
+        ),
+        ("FFN store", report.store),
+        ("size on disk", human_bytes(report.total_bytes)),
+        ("resident weights", human_bytes(report.resident_bytes)),
+        ("FFN rows", f"{human_bytes(report.ffn_bytes)}, {human_bytes(report.layer_bytes)} a layer"),
+        ("neuron row", f"{report.row_bytes} bytes, stride {report.stride_bytes}"),
+        (
+            "KV cache (f16)",
+            f"{human_bytes(report.kv_bytes_per_token)} a token, "
+            f"{human_bytes(report.kv_bytes_full_context)} a full context",
+        ),
+        ("weights in RAM, all resident", human_bytes(report.ram_dense_resident_bytes)),
+        ("weights in RAM, FFN streamed", human_bytes(report.ram_dense_streamed_bytes)),
+    ]
+    rows += [
+        (f"weights in RAM, sparse, {share} % of the FFN kept", human_bytes(nbytes))
+        for share, nbytes in report.ram_sparse_bytes.items()
+    ]
+    rows.append(("beside the weights", "KV cache, some 100 MiB for the daemon and its scratch"))
+    rows += [
+        ("calibrated", _yes(report.calibrated)),
+        ("tokenizer", _yes(report.tokenizer)),
+        ("chat template", _yes(report.chat_template)),
+    ]
+    hidden = ("fingerprint",)  # tells conversions apart; nothing for people
+    return rows + sorted((k, v) for k, v in report.provenance.items() if k not in hidden)
+
+
+def _yes(fact: bool) -> str:
+    return "yes" if fact else "no"
 
 
 def verify(

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
 
-from flashd.errors import FlashdError, RequestError
+from flashd.errors import FlashdError, InternalError, RequestError
 from flashd.kernels.lane import ComputeLane
 from flashd.kv.contiguous import ContiguousKV
 from flashd.models.decoder import Decoder, ForwardCancelled, Span
@@ -22,10 +22,6 @@ log = logging.getLogger("flashd.engine")
 
 # Prompt chunks have fixed boundaries: how a prompt was computed depends on nothing but itself.
 PREFILL_CHUNK_TOKENS = 256
-
-
-class EngineError(FlashdError):
-    """Something broke inside the engine; the request is lost, the daemon lives."""
 
 
 class Engine:
@@ -122,7 +118,7 @@ class Engine:
                 await self.step()
             except Exception as exc:
                 log.exception("a step failed")
-                self._fail(self._running, EngineError(f"internal error: {exc!r}; see the daemon's log"))
+                self._fail(self._running, InternalError(f"internal error: {exc!r}; see the daemon's log"))
                 self._retire()
 
     async def step(self) -> None:
@@ -188,7 +184,7 @@ class Engine:
             return
         except Exception as exc:
             log.exception("requests %s failed", [s.id for s in sessions])
-            self._fail(sessions, EngineError(f"internal error: {exc!r}; see the daemon's log"))
+            self._fail(sessions, InternalError(f"internal error: {exc!r}; see the daemon's log"))
             return
         self._clock.observe(self.stats.costs[phase], start)
         if phase == "prefill":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as HFTokenizer
 
-from flashd.errors import RequestError, TokenizerError
+from flashd.errors import RequestError, TokenizerError, tokenizer_errors
 from flashd.types import TokenizerSpec
 
 _REPLACEMENT = "\ufffd"
@@ -33,10 +31,8 @@ class Tokenizer:
 
     def __init__(self, path: Path, spec: TokenizerSpec) -> None:
         self.spec = spec
-        try:
+        with tokenizer_errors(lambda reason: f"{path}: not a usable tokenizer ({reason}); convert again"):
             self._inner = HFTokenizer.from_file(str(path))
-        except Exception as exc:  # the library raises bare Exception
-            raise TokenizerError(f"{path}: not a usable tokenizer ({exc}); convert again") from exc
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         self.longest_token_chars = max(map(len, vocabulary), default=1)
         self._template = None
@@ -53,7 +49,7 @@ class Tokenizer:
 
     def encode(self, text: str, *, plain: bool = True) -> list[int]:
         """Token ids of a text; ``plain`` puts the BOS token in front where the model wants it."""
-        with _library_errors("encode this text"):
+        with tokenizer_errors(lambda reason: f"the model's tokenizer cannot encode this text: {reason}"):
             ids: list[int] = self._inner.encode(text, add_special_tokens=False).ids
         if plain and self.spec.add_bos and self.spec.bos_id is not None:
             return [self.spec.bos_id, *ids]
@@ -87,20 +83,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out."""
-        with _library_errors("decode these tokens"):
+        with tokenizer_errors(lambda reason: f"the model's tokenizer cannot decode these tokens: {reason}"):
             text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
-
-
-@contextmanager
-def _library_errors(what: str) -> Iterator[None]:
-    """Translate what the tokenizer library raises, its panics included: they are no Exceptions."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit, GeneratorExit, asyncio.CancelledError):
-        raise
-    except BaseException as exc:
-        raise TokenizerError(f"the model's tokenizer cannot {what}: {exc}") from exc
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):

@@ -14,11 +14,10 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from flashd import __version__, kernels
-from flashd.errors import FlashdError, RequestError
+from flashd.errors import FlashdError, InternalError, RequestError
 from flashd.metrics.exporter import CONTENT_TYPE, Exporter, ModelView
 from flashd.runtime.background import in_thread
 from flashd.runtime.build import Runtime
-from flashd.runtime.engine import EngineError
 from flashd.runtime.session import Session
 from flashd.runtime.tokenizer import Tokenizer
 from flashd.server.answer import Answer, error_body
@@ -103,7 +102,7 @@ def create_app(state: AppState) -> FastAPI:
         if isinstance(prompt, str):
             if runtime.tokenizer is None:
                 raise RequestError(_NO_TOKENIZER, param="prompt", code="no_tokenizer")
-            _check_length(len(prompt), runtime, runtime.tokenizer)
+            _check_length(len(prompt), runtime, runtime.tokenizer, "prompt")
             # A text of some hundred kilobytes takes long enough to be noticed by other requests.
             ids = await in_thread(runtime.tokenizer.encode, prompt) if prompt else []
         else:
@@ -119,7 +118,8 @@ def create_app(state: AppState) -> FastAPI:
         if runtime.tokenizer is None:
             raise RequestError(_NO_TOKENIZER, param="messages", code="no_tokenizer")
         messages = [message.plain() for message in body.messages]
-        _check_length(sum(len(m["content"]) for m in messages), runtime, runtime.tokenizer)
+        chars = sum(len(message["content"]) for message in messages)
+        _check_length(chars, runtime, runtime.tokenizer, "messages")
         try:
             async with asyncio.timeout(TEMPLATE_TIMEOUT_S):
                 ids = await in_thread(runtime.tokenizer.encode_chat, messages)
@@ -134,14 +134,14 @@ def create_app(state: AppState) -> FastAPI:
     return app
 
 
-def _check_length(chars: int, runtime: Runtime, tokenizer: Tokenizer) -> None:
+def _check_length(chars: int, runtime: Runtime, tokenizer: Tokenizer, param: str) -> None:
     """Refuse a text that can't fit before anybody spends minutes on tokenizing it."""
     context = runtime.manifest.model.max_context
     if chars > context * tokenizer.longest_token_chars:
         raise RequestError(
             f"a prompt of {chars} characters cannot fit into the model's context of {context} tokens",
             code="context_length_exceeded",
-            param="prompt",
+            param=param,
         )
 
 
@@ -275,4 +275,4 @@ def _add_errors(app: FastAPI, state: AppState) -> None:
     @app.exception_handler(Exception)
     async def unexpected(_: Request, exc: Exception) -> JSONResponse:
         # The traceback goes to the log: the server raises it again after this answer.
-        return respond(EngineError(f"internal error: {exc!r}; see the daemon's log"))
+        return respond(InternalError(f"internal error: {exc!r}; see the daemon's log"))

@@ -63,7 +63,7 @@ def serve(config: DaemonConfig, on_ready: Callable[[dict[str, Any]], None]) -> N
     }
     with contextlib.ExitStack() as owned:
         listener = owned.enter_context(contextlib.closing(Listener(config.socket_path, record)))
-        owned.enter_context(contextlib.closing(Registration(record)))
+        owned.enter_context(contextlib.closing(Registration(config.socket_path)))
         log.info("flashd %s starting, pid %d", __version__, os.getpid())
         uvloop.run(_Daemon(config, listener, record, on_ready).run())
     log.info("stopped")

@@ -44,14 +44,14 @@ def open_log(path: Path) -> int:
 
 
 class Registration:
-    """This process's entry in ``flashd ps``."""
+    """This process's entry in ``flashd ps``: its socket; the facts are in the socket's lock."""
 
-    def __init__(self, record: dict[str, Any]) -> None:
+    def __init__(self, path: Path) -> None:
         directory = runtime_dir() / _DAEMONS
         directory.mkdir(mode=0o700, exist_ok=True)
         self._path = directory / f"{os.getpid()}.json"
         partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps(record))
+        partial.write_text(json.dumps({"socket": str(path)}))
         partial.rename(self._path)
 
     def close(self) -> None:
@@ -71,11 +71,11 @@ def running() -> list[dict[str, Any]]:
                 continue
             except (OSError, ValueError, KeyError, TypeError, RecursionError):
                 record = None
-            if record is None or path.stem != str(record["pid"]):
+            if record is not None and path.stem == str(record["pid"]):
+                found[record["pid"]] = record
+            elif not Path("/proc", path.stem).exists():  # one whose lock was removed still lives
                 with contextlib.suppress(OSError):  # a directory, or somebody was faster
                     path.unlink()
-            else:
-                found[record["pid"]] = record
     return sorted(found.values(), key=lambda record: float(record["started_unix_s"]))
 
 

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.manifest import TOKENIZER, Manifest
 from flashd.prefetch.stream import RING_BYTES
 from flashd.store.open import open_manifest, resident_entries
 
 PREDICTORS = "predictors.safetensors"
 WINDOW_SHARES_PERCENT = (10, 25, 50)
-_KV_F16_BYTES = 2
 
 
 @dataclass(frozen=True)
@@ -68,41 +68,6 @@ class InspectReport:
     chat_template: bool
     provenance: dict[str, str]
 
-    def rows(self) -> list[tuple[str, str]]:
-        """The facts as a table for people."""
-        size = _human
-        rows = [
-            ("model", f"{self.family}, {self.parameters / 1e6:,.1f} M parameters, {self.dtype}"),
-            (
-                "shape",
-                f"{self.n_layers} layers, d {self.d_model}, FFN {self.d_ffn}, context {self.max_context}, "
-                f"vocabulary {self.vocab_size}",
-            ),
-            ("FFN store", self.store),
-            ("size on disk", size(self.total_bytes)),
-            ("resident weights", size(self.resident_bytes)),
-            ("FFN rows", f"{size(self.ffn_bytes)}, {size(self.layer_bytes)} a layer"),
-            ("neuron row", f"{self.row_bytes} bytes, stride {self.stride_bytes}"),
-            (
-                "KV cache (f16)",
-                f"{size(self.kv_bytes_per_token)} a token, {size(self.kv_bytes_full_context)} a full context",
-            ),
-            ("weights in RAM, all resident", size(self.ram_dense_resident_bytes)),
-            ("weights in RAM, FFN streamed", size(self.ram_dense_streamed_bytes)),
-        ]
-        rows += [
-            (f"weights in RAM, sparse, {share} % of the FFN kept", size(nbytes))
-            for share, nbytes in self.ram_sparse_bytes.items()
-        ]
-        rows.append(("beside the weights", "KV cache, some 100 MiB for the daemon and its scratch"))
-        rows += [
-            ("calibrated", _yes(self.calibrated)),
-            ("tokenizer", _yes(self.tokenizer)),
-            ("chat template", _yes(self.chat_template)),
-        ]
-        hidden = ("fingerprint",)  # tells conversions apart; nothing for people
-        return rows + sorted((k, v) for k, v in self.provenance.items() if k not in hidden)
-
 
 def inspect(directory: Path) -> InspectReport:
     """Read a bundle's manifest and headers; no weights.
@@ -115,7 +80,7 @@ def inspect(directory: Path) -> InspectReport:
     resident = resident_entries(directory).values()
     resident_bytes = sum(entry.nbytes for entry in resident)
     ffn_bytes = ffn.n_layers * ffn.layer_bytes
-    kv_bytes = 2 * spec.n_layers * spec.n_kv_heads * spec.d_head * _KV_F16_BYTES
+    kv_bytes = kv_bytes_per_token(spec, "f16")
     streamed_bytes = resident_bytes + RING_BYTES
     return InspectReport(
         directory=str(directory),
@@ -152,16 +117,3 @@ def _parameters(manifest: Manifest, resident_elements: int) -> int:
     """Weights of the model; rotation frequencies are counted as such, a rounding error."""
     ffn = manifest.ffn
     return resident_elements + ffn.n_layers * ffn.n_neurons * ffn.row_elements
-
-
-def _human(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("bytes", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
-
-
-def _yes(fact: bool) -> str:
-    return "yes" if fact else "no"

@@ -221,6 +221,7 @@ def test_stop_ends_daemons_whose_files_were_removed_and_no_other_program(
             again = flashd(tmp_path, "start", "--model", str(bundle))
             assert again.returncode == 1
             assert "somebody has removed the socket" in again.stderr
+        assert flashd(tmp_path, "ps").returncode == 0  # looking must not make it forgotten
         stopped = flashd(tmp_path, "stop")
         assert stopped.returncode == 0, stopped.stderr
     with socket.socket(socket.AF_UNIX) as foreign:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from flashd.cli.bundle import inspect_rows
 from flashd.errors import BundleError
 from flashd.testing.bundles import make_bundle, tiny_spec
 from flashd.tools.inspect import inspect
@@ -42,8 +43,8 @@ def test_as_json_and_as_table(tmp_path: Path) -> None:
     report = inspect(tmp_path)
     assert (report.calibrated, report.tokenizer, report.chat_template) == (True, True, False)
     assert json.loads(json.dumps(asdict(report)))["family"] == "opt"
-    table = dict(report.rows())
-    assert table["FFN rows"] == "120.0 KiB, 40.0 KiB a layer"
+    table = dict(inspect_rows(report))
+    assert table["FFN rows"] == "120 KiB, 40 KiB a layer"
     assert table["calibrated"] == "yes"
     assert table["source"] == "random weights"
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-from flashd.errors import FlashdError, TokenizerError
+from flashd.errors import tokenizer_errors
 
 REMEDY = "give a tokenizer with --tokenizer tokenizer.json"
 # Real vocabularies end at some 300 thousand. The library writes a vocabulary by counting up to its
@@ -13,25 +12,8 @@ REMEDY = "give a tokenizer with --tokenizer tokenizer.json"
 MAX_TOKEN_ID = (1 << 24) - 1
 
 
-@contextmanager
-def library_errors(where: object) -> Iterator[None]:
-    """Translate whatever the library says about a tokenizer.
-
-    Args:
-        where: the file, for the message.
-
-    Raises:
-        TokenizerError: in one line.
-    """
-    try:
-        yield
-    except FlashdError:
-        raise
-    except BaseException as exc:
-        # A panic is no Exception, so that nobody takes it for one; its class cannot be imported.
-        if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
-            raise
-        reason = " ".join(str(exc).split())[:200]
-        raise TokenizerError(
-            f"{where}: not a usable tokenizer ({reason}); download it again or {REMEDY}"
-        ) from exc
+def library_errors(where: object) -> AbstractContextManager[None]:
+    """Translate whatever the library says about the tokenizer of a file, named in the message."""
+    return tokenizer_errors(
+        lambda reason: f"{where}: not a usable tokenizer ({reason}); download it again or {REMEDY}"
+    )
