@@ -11,13 +11,17 @@ TORCH_INDEX ?=
 # Extra arguments for pytest: make test PYTEST_ARGS="-k client"
 PYTEST_ARGS ?=
 
+# make asan: what to look for, and where.
+SANITIZE ?= address,undefined
+ASAN_TESTS ?= tests/disk tests/kernels tests/store
+
 SHELL := /bin/sh
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 # A change of one of these needs a new build; Python files are used where they are.
-BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard flashd/kernels/native/*)
+BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard flashd/*/native/*)
 SOURCES := flashd clients tests
 
 MODELS := models
@@ -32,7 +36,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help apt-deps check check-test venv venv-test model run stop test lint format clean
+.PHONY: help apt-deps check check-test venv venv-test model run stop test asan lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -105,6 +109,16 @@ stop: ## Stop the daemon on the default socket, if one runs
 test: lint $(GGUF) ## Install with tests, lint, type-check and run the whole suite
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+asan: $(INSTALLED_TEST) ## Run the native modules' tests under AddressSanitizer and UBSan (slow)
+	@echo "building the native modules with $(SANITIZE)"
+	@rm -rf build/asan
+	@$(PIP) --no-build-isolation --no-deps --target build/asan . -Cbuild-dir=build/asan-work \
+		-Ccmake.build-type=RelWithDebInfo -Ccmake.define.FLASHD_SANITIZE=$(SANITIZE)
+	@# -S and -P: neither the editable installation nor this directory, but the build above.
+	@env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH="$$PWD/build/asan:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
+		$(BIN)/python -P -S -m pytest -p no:cacheprovider $(ASAN_TESTS) $(PYTEST_ARGS)
+
 lint: $(INSTALLED_TEST) | check-test ## ruff and mypy
 	@$(BIN)/ruff check $(SOURCES)
 	@$(BIN)/ruff format --check $(SOURCES)
@@ -115,5 +129,5 @@ format: $(INSTALLED_TEST) ## Rewrite the sources as ruff wants them
 	@$(BIN)/ruff format $(SOURCES)
 
 clean: ## Remove environment, builds and caches; models stay
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis flashd/kernels/_native*.so
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis flashd/*/_native*.so
 	find flashd clients tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -17,7 +17,8 @@ from typing import Any
 
 from flashd.errors import ConfigError
 
-BACKENDS = ("auto", "direct", "buffered", "memory")
+BACKENDS = ("auto", "uring", "threads", "buffered", "memory")
+VERIFY = ("auto", "reads")
 KV_DTYPES = ("f16", "f32")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BATCH = 16  # the kernels' limit: one step reads each weight once for so many sequences
@@ -32,7 +33,9 @@ class DaemonConfig:
         model: bundle directory.
         socket: path of the Unix socket; empty means the default one.
         name: model id that ``/v1/models`` shows; empty means the directory's name.
-        backend: how the FFN rows are read: ``auto``, ``direct``, ``buffered`` or ``memory``.
+        backend: how the FFN rows are read: ``auto``, ``uring``, ``threads``, ``buffered`` or ``memory``.
+        verify: which FFN rows are compared with their checksums when they are read: ``auto`` (each
+            the first time, later as many as take 2 % of the time) or ``reads`` (every time).
         kv_dtype: element type of the KV cache.
         max_sessions: sequences decoded together (1..16).
         max_queue: requests that may wait; more are answered 429.
@@ -45,6 +48,7 @@ class DaemonConfig:
     socket: str = ""
     name: str = ""
     backend: str = "auto"
+    verify: str = "auto"
     kv_dtype: str = "f16"
     max_sessions: int = 4
     max_queue: int = 64
@@ -54,6 +58,7 @@ class DaemonConfig:
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("verify", self.verify, VERIFY)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _between("max_sessions", self.max_sessions, 1, MAX_BATCH)
@@ -182,6 +187,19 @@ def runtime_dirs(environ: Mapping[str, str] | None = None) -> list[Path]:
     base = environ.get("XDG_RUNTIME_DIR")
     fallback = Path(f"/tmp/flashd-{os.getuid()}")
     return [Path(base) / "flashd", fallback] if base else [fallback]
+
+
+def cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where facts measured on this machine are kept: ``$XDG_CACHE_HOME/flashd``, else
+    ``~/.cache/flashd``. Makes nothing.
+
+    Raises:
+        RuntimeError: this user has no home directory.
+    """
+    environ = os.environ if environ is None else environ
+    base = environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    return (Path(base) if base.startswith("/") else Path.home() / ".cache") / "flashd"
 
 
 def default_socket() -> Path:

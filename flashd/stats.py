@@ -38,16 +38,71 @@ class Histogram:
 
 
 @dataclass
-class StoreStats:
-    """What a metered weight store has read.
+class ReadStats:
+    """What a read engine did.
 
-    ``busy_ns`` is time with at least one read outstanding, not the sum over reads.
+    Attributes:
+        reads: reads that the kernel was asked for and answered, continuations and retries included.
+        bytes_read: bytes that it delivered, those for alignment and those skipped included.
+        scratch_reads: reads that went through scratch memory, because they were not aligned.
+        registered_reads: reads into registered memory.
+        continued: reads that came short and went on.
+        retried: reads that failed with EIO and were tried again.
+        dropped: reads of cancelled or failed batches that never reached the kernel.
     """
 
     reads: int = 0
     bytes_read: int = 0
+    scratch_reads: int = 0
+    registered_reads: int = 0
+    continued: int = 0
+    retried: int = 0
+    dropped: int = 0
+
+    def add(self, other: ReadStats) -> None:
+        """Count what another one counted, too."""
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+@dataclass
+class CheckStats:
+    """What comparing rows with their checksums has found.
+
+    Attributes:
+        rows: delivered by reads, checked or not.
+        checked_rows: compared with their checksum, those of reads done again included.
+        mismatched_rows: that differed, likewise.
+        rereads: reads done again because of that.
+        check_ns: CPU time spent.
+    """
+
+    rows: int = 0
+    checked_rows: int = 0
+    mismatched_rows: int = 0
+    rereads: int = 0
+    check_ns: int = 0
+
+
+@dataclass
+class StoreStats:
+    """What a metered weight store has read.
+
+    Attributes:
+        calls: of the store, however many reads of the device each was.
+        bytes_delivered: rows that calls were answered with.
+        errors: calls that failed.
+        busy_ns: time with at least one call outstanding, not the sum over calls.
+        device: reads that the calls ended so far were made of.
+        checks: of checksums; all zero where nothing is checked.
+    """
+
+    calls: int = 0
+    bytes_delivered: int = 0
     errors: int = 0
     busy_ns: int = 0
+    device: ReadStats = field(default_factory=ReadStats)
+    checks: CheckStats = field(default_factory=CheckStats)
 
 
 @dataclass

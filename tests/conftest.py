@@ -12,6 +12,14 @@ from support import SMOLLM2_GGUF, Daemon, hf_model, serving
 from flashd.tools.convert import ConvertOptions, convert
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_curves_of_this_machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """How reads are planned must not depend on what somebody measured here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def smollm2_gguf() -> Path:
     """The demo model as it is published; `make test` fetches it."""

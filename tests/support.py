@@ -116,9 +116,10 @@ def flashd_command(*args: str) -> list[str]:
 
 
 def flashd_env(runtime_dir: Path) -> dict[str, str]:
-    """An environment without anybody's settings, with a runtime directory of its own."""
+    """An environment without anybody's settings, with directories of its own."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("FLASHD_")}
-    return {**env, "XDG_RUNTIME_DIR": str(runtime_dir), "XDG_CONFIG_HOME": str(runtime_dir / "config")}
+    own = {"XDG_CONFIG_HOME": str(runtime_dir / "config"), "XDG_CACHE_HOME": str(runtime_dir / "cache")}
+    return {**env, "XDG_RUNTIME_DIR": str(runtime_dir), **own}
 
 
 @contextmanager

@@ -58,6 +58,7 @@ def test_a_pure_wheel_works_without_a_compiler(
     assert wheel.name.endswith("-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "flashd/kernels/twin.py" in names
+    assert {f"flashd/tools/bench/{job}.fio" for job in ("randread", "sequential")} <= set(names)
     assert "flashd_client/__init__.py" in names
     assert not [name for name in names if name.endswith((".so", ".cpp", ".hpp"))]
 
@@ -109,7 +110,9 @@ def test_the_native_wheel_has_the_module_and_no_sources(sources: Path, tmp_path:
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
-    assert f"flashd/kernels/_native{suffix}" in names
-    assert "flashd/kernels/_native.pyi" in names
+    for room in ("kernels", "disk"):
+        assert f"flashd/{room}/_native{suffix}" in names
+        assert f"flashd/{room}/_native.pyi" in names
+    assert {f"flashd/tools/bench/{job}.fio" for job in ("randread", "sequential")} <= set(names)
     assert not [name for name in names if name.endswith((".cpp", ".hpp", "CMakeLists.txt"))]
     assert len(names) == len(set(names))

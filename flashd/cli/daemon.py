@@ -15,7 +15,7 @@ import psutil
 import typer
 
 from flashd.cli.render import human_bytes, human_duration, note, print_json, table
-from flashd.config import BACKENDS, KV_DTYPES, LOG_LEVELS, DaemonConfig, default_socket, resolve
+from flashd.config import BACKENDS, KV_DTYPES, LOG_LEVELS, VERIFY, DaemonConfig, default_socket, resolve
 from flashd.errors import DaemonError, FlashdError
 from flashd.server.registry import log_file, open_log
 
@@ -55,6 +55,16 @@ def start(
     backend: Annotated[
         str | None, typer.Option(help=_about("backend", f"How FFN rows are read: {', '.join(BACKENDS)}"))
     ] = None,
+    verify: Annotated[
+        str | None,
+        typer.Option(
+            help=_about(
+                "verify",
+                f"FFN rows checked when read: {', '.join(VERIFY)} "
+                "(auto: the first time, later as many as take 2 % of the time; reads: every time)",
+            )
+        ),
+    ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help=_about("kv_dtype", f"KV cache: {', '.join(KV_DTYPES)}"))
     ] = None,
@@ -79,6 +89,7 @@ def start(
         "socket": None if socket is None else str(socket),
         "name": name,
         "backend": backend,
+        "verify": verify,
         "kv_dtype": kv_dtype,
         "max_sessions": max_sessions,
         "max_queue": max_queue,

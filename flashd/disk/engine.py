@@ -1,6 +1,6 @@
 """The contract of every read engine: one batch of reads in, one completion out.
 
-An engine is bound to one open file. Rooms above describe what they want as arrays, so that a
+An engine is bound to files that are open. Rooms above describe what they want as arrays, so that a
 backend can hand thousands of reads to the kernel without a Python call for each.
 """
 
@@ -11,19 +11,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashd.stats import ReadStats
 from flashd.types import I64Array, U8Array
+
+# A destination that does not exist: its bytes are read, because that is cheaper than not reading
+# them, and thrown away.
+SKIP = -1
+# Linux takes 1024 (IOV_MAX) destinations in one read.
+MAX_DESTINATIONS = 1024
 
 
 @dataclass(frozen=True)
 class ReadBatch:
-    """Reads of one file into one destination.
+    """Reads of an engine's files, each into one or more places of one destination.
 
     Attributes:
-        offset_bytes: ``[n]`` int64, where each read starts in the file.
-        length_bytes: ``[n]`` int64, how much it reads; 0 is allowed.
+        offset_bytes: ``[n]`` int64, where each read starts in its file.
+        length_bytes: ``[m]`` int64, how much goes to each place; 0 is allowed.
         dest: ``[nbytes]`` uint8, C-contiguous, writeable. Bytes outside the reads stay as they are.
-        dest_offset_bytes: ``[n]`` int64, where in ``dest`` each read lands. Reads that overlap
-            there leave undefined bytes.
+        dest_offset_bytes: ``[m]`` int64, where in ``dest`` each part lands, or ``SKIP``. Parts that
+            overlap there leave undefined bytes.
+        first: ``[n]`` int64, ascending from 0: index of each read's first place; a read goes on
+            through its places without a gap in the file. None: one place a read, ``m == n``.
+        file: ``[n]`` int64, index into the engine's ``paths``; None: all from the first.
 
     Raises:
         ValueError: arrays of the wrong type or shape, or a read that leaves ``dest``.
@@ -33,65 +43,114 @@ class ReadBatch:
     length_bytes: I64Array
     dest: U8Array
     dest_offset_bytes: I64Array
+    first: I64Array | None = None
+    file: I64Array | None = None
 
     def __post_init__(self) -> None:
-        columns = (self.offset_bytes, self.length_bytes, self.dest_offset_bytes)
-        for column in columns:
-            if column.dtype != np.int64 or column.shape != (len(self.offset_bytes),):
-                raise ValueError(f"reads are {column.dtype}{column.shape}, expected int64[n], all of one n")
+        n, m = len(self.offset_bytes), len(self.length_bytes)
+        sizes = {"offset_bytes": n, "length_bytes": m, "dest_offset_bytes": m, "first": n, "file": n}
+        for name, size in sizes.items():
+            column = getattr(self, name)
+            if column is not None and (column.dtype != np.int64 or column.shape != (size,)):
+                raise ValueError(f"{name} is {column.dtype}{list(column.shape)}, expected int64[{size}]")
         dest = self.dest
         if dest.dtype != np.uint8 or dest.ndim != 1:
-            raise ValueError(f"dest is {dest.dtype}{dest.shape}, expected uint8[nbytes]")
+            raise ValueError(f"dest is {dest.dtype}{list(dest.shape)}, expected uint8[nbytes]")
         if not dest.flags.c_contiguous or not dest.flags.writeable:
             raise ValueError("dest must be C-contiguous and writeable")
-        if not len(self.offset_bytes):
+        self._check_places(n, m)
+        if not n:
             return
-        if min(int(column.min()) for column in columns) < 0:
+        if self.file is not None and int(self.file.min()) < 0:
+            raise ValueError("a read has a negative file index")
+        if int(self.offset_bytes.min()) < 0 or int(self.length_bytes.min()) < 0:
             raise ValueError("a read has a negative offset or length")
         # Subtracting, because a sum of two huge int64 would wrap around.
-        if (self.dest_offset_bytes > dest.size - self.length_bytes).any():
+        if (self.dest_offset_bytes < SKIP).any() or (
+            (self.dest_offset_bytes > dest.size - self.length_bytes) & (self.dest_offset_bytes != SKIP)
+        ).any():
             raise ValueError(f"a read leaves its destination of {dest.size} bytes")
+
+    def _check_places(self, n: int, m: int) -> None:
+        if self.first is None:
+            if n != m:
+                raise ValueError(f"{n} reads into {m} places need `first`")
+            return
+        places = np.diff(self.first, append=m)
+        if (n == 0) != (m == 0) or (n and (self.first[0] != 0 or int(places.min()) < 1)):
+            raise ValueError("first must ascend from 0, with at least one place for each read")
+        if n and int(places.max()) > MAX_DESTINATIONS:
+            raise ValueError(f"a read has {int(places.max())} places, at most {MAX_DESTINATIONS} are allowed")
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the batch asks for."""
+        """Bytes that the batch asks for, those to skip included."""
         return int(self.length_bytes.sum())
 
 
 class ReadEngine(ABC):
-    """Reads one open file. Several batches may be outstanding; use it from one event loop.
+    """Reads open files. Several batches may be outstanding; use it from one event loop.
 
     Attributes:
         name: the backend, as ``flashd doctor``, logs and metrics call it.
-        path: the file.
+        paths: the files, as ``ReadBatch.file`` counts them.
         direct: whether reads go past the page cache.
-        alignment_bytes: a read whose offset, length and destination address are all multiples
+        alignment_bytes: a read whose offset, lengths and destination addresses are all multiples
             of it needs no scratch copy (1: anything goes).
+        depth: reads that the kernel holds at once, at most.
         reason: why this backend was chosen.
-        scratch_reads: reads that went through scratch, because they were not aligned.
     """
 
     name: str
-    path: str
+    paths: tuple[str, ...]
     direct: bool
     alignment_bytes: int
+    depth: int
     reason: str
-    scratch_reads: int
+
+    @property
+    @abstractmethod
+    def stats(self) -> ReadStats:
+        """Counters since the engine was opened; a snapshot."""
 
     @abstractmethod
-    async def read(self, batch: ReadBatch) -> None:
-        """Read every piece of ``batch`` into its destination.
+    async def read(self, batch: ReadBatch, *, prefetch: bool = False) -> None:
+        """Read every part of ``batch`` into its destination.
 
         Short reads are continued, EIO is retried once. Cancelling the await drops what was not
         yet submitted; reads in flight complete into ``batch.dest``, which they keep alive: a
         caller that reuses its memory shields the read and waits for it.
 
+        Args:
+            batch: what to read.
+            prefetch: give way: as long as reads of other batches wait to be submitted, none of
+                this one is.
+
         Raises:
-            BundleCorruptError: the file ends before the batch does.
+            BundleCorruptError: a file ends before the batch does.
             DiskReadError: the device or file system failed; names file and offset.
             ValueError: the engine is closed (our own bug).
         """
 
+    def register(self, memory: U8Array) -> str:
+        """Pin ``memory`` so that the kernel need not do it for every read into it.
+
+        Its pages must not be given back (``madvise``) before ``unregister``: the kernel would go on
+        writing into pages that nobody sees any more.
+
+        Returns:
+            Nothing if it worked, else why not: reads work all the same.
+        """
+        return f"{self.name} reads need no registered memory"
+
+    def unregister(self, memory: U8Array) -> None:
+        """Undo ``register``; does nothing for memory that is not registered.
+
+        Raises:
+            ValueError: a read into it is in flight.
+        """
+        return
+
     @abstractmethod
     async def close(self) -> None:
-        """Wait for reads in flight, then release the file and the threads. Idempotent."""
+        """Wait for reads in flight, then release files and threads. Idempotent."""

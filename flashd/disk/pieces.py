@@ -1,6 +1,6 @@
-"""From a batch to system calls: cutting reads into pieces, and reading a run of pieces.
+"""From a batch to system calls. Pure.
 
-A piece goes to its destination directly when offset, length and address are aligned. Anything
+A piece goes to its destinations directly when offset, lengths and addresses are aligned. Anything
 else is read as the aligned superset through scratch and copied::
 
     file     |----a----|----a----|----a----|      a = alignment
@@ -10,74 +10,120 @@ else is read as the aligned superset through scratch and copied::
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 
-from flashd.disk.engine import ReadBatch
-from flashd.errors import BundleCorruptError, DiskReadError
-from flashd.layout.geometry import round_up
+from flashd.disk.engine import SKIP, ReadBatch
 from flashd.types import I64Array
 
-# Large reads are spread over threads; 1 MiB reaches the device's sequential speed (DESIGN 9).
+BoolArray = npt.NDArray[np.bool_]
+
+# Large reads are spread over the queue; 1 MiB reaches the device's sequential speed.
 PIECE_BYTES = 1 << 20
-# Smaller, because every thread may hold a scratch buffer of this size.
+# Smaller, because every read in flight may hold a scratch buffer of this size.
 SCRATCH_PIECE_BYTES = 128 << 10
 MAX_ALIGNMENT_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """System calls to make, in order: parallel lists of one length.
+    """System calls to make, in order. ``n`` pieces with ``m`` destinations in all.
 
-    ``direct[i]`` is False where the piece goes through scratch.
+    Attributes:
+        file: ``[n]``, index of the file.
+        offset_bytes: ``[n]``, where in the file.
+        first: ``[n + 1]``, index of each piece's first destination, and ``m``.
+        length_bytes: ``[m]``, bytes for each destination.
+        dest_offset_bytes: ``[m]``, where in the batch's memory, or ``SKIP``.
+        direct: ``[n]``, False where the piece goes through scratch.
     """
 
-    offset_bytes: list[int]
-    length_bytes: list[int]
-    dest_offset_bytes: list[int]
-    direct: list[bool]
+    file: I64Array
+    offset_bytes: I64Array
+    first: I64Array
+    length_bytes: I64Array
+    dest_offset_bytes: I64Array
+    direct: BoolArray
 
     def __len__(self) -> int:
         return len(self.offset_bytes)
 
-    @property
-    def scratch_reads(self) -> int:
-        """Pieces that go through scratch."""
-        return self.direct.count(False)
+
+# File, offset, length, destination: one destination a read.
+_Columns = tuple[I64Array, I64Array, I64Array, I64Array]
 
 
-_Columns = tuple[I64Array, I64Array, I64Array]
-
-
-def plan_pieces(batch: ReadBatch, alignment_bytes: int) -> Pieces:
-    """Cut a batch into pieces. Pure.
+def plan_pieces(batch: ReadBatch, alignment_bytes: int, *, scatter: bool = True) -> Pieces:
+    """Cut a batch into pieces.
 
     Args:
         batch: the reads.
-        alignment_bytes: what the file needs of offset, length and address; a power of two.
+        alignment_bytes: what the files need of offset, length and address; a power of two.
+        scatter: whether one piece may have several destinations.
     """
-    columns = (batch.offset_bytes, batch.length_bytes, batch.dest_offset_bytes)
-    if alignment_bytes == 1:
-        return _pieces(_split(columns, PIECE_BYTES), None)
-    offset, length, dest = columns
-    address = dest + batch.dest.ctypes.data
     low_bits = alignment_bytes - 1
-    if not ((offset | length | address) & low_bits).any():
+    address = np.where(batch.dest_offset_bytes == SKIP, 0, batch.dest_offset_bytes + batch.dest.ctypes.data)
+    misaligned = (batch.length_bytes | address) & low_bits
+    aligned = not low_bits or not (misaligned.any() or (batch.offset_bytes & low_bits).any())
+    n = len(batch.offset_bytes)
+    file = np.zeros(n, np.int64) if batch.file is None else batch.file
+    if batch.first is not None and scatter and aligned:
+        return _drop_empty(file, batch)
+    if batch.first is not None or (batch.dest_offset_bytes == SKIP).any():
+        columns = _one_place_each(file, batch)
+    else:
+        columns = (file, batch.offset_bytes, batch.length_bytes, batch.dest_offset_bytes)
+    if aligned:
         return _pieces(_split(columns, PIECE_BYTES), None)
-    head, body, tail = _cut(offset, length, address, low_bits)
-    direct = _split((offset + head, body, dest + head), PIECE_BYTES)
-    edges = [(offset, head, dest), (offset + head + body, tail, dest + head + body)]
-    scratch = [_split(edge, SCRATCH_PIECE_BYTES) for edge in edges]
-    return _pieces(direct, _concatenate(scratch))
+    return _unaligned(columns, batch.dest.ctypes.data, low_bits)
 
 
-def _cut(offset: I64Array, length: I64Array, address: I64Array, low_bits: int) -> _Columns:
+def _drop_empty(file: I64Array, batch: ReadBatch) -> Pieces:
+    """Reads with several destinations as they are; the kernel refuses nothing but reads of nothing."""
+    assert batch.first is not None
+    first = np.append(batch.first, len(batch.length_bytes))
+    length, dest, offset = batch.length_bytes, batch.dest_offset_bytes, batch.offset_bytes
+    filled = length > 0
+    if not filled.all():
+        before = np.concatenate(([0], np.cumsum(filled)))
+        first = before[first]
+        length, dest = length[filled], dest[filled]
+        some = np.diff(first) > 0
+        file, offset = file[some], offset[some]
+        first = np.append(first[:-1][some], first[-1])
+    return Pieces(file, offset, first, length, dest, np.ones(len(offset), np.bool_))
+
+
+def _one_place_each(file: I64Array, batch: ReadBatch) -> _Columns:
+    """Every destination a read of its own, those to skip left out."""
+    m = len(batch.length_bytes)
+    first = np.arange(m) if batch.first is None else batch.first
+    read = np.repeat(np.arange(len(first)), np.diff(first, append=m))
+    before = np.cumsum(batch.length_bytes) - batch.length_bytes
+    offset = batch.offset_bytes[read] + before - before[first][read]
+    wanted = batch.dest_offset_bytes != SKIP
+    return (
+        file[read][wanted],
+        offset[wanted],
+        batch.length_bytes[wanted],
+        batch.dest_offset_bytes[wanted],
+    )
+
+
+def _unaligned(columns: _Columns, base: int, low_bits: int) -> Pieces:
+    file, offset, length, dest = columns
+    head, body, tail = _cut(offset, length, dest + base, low_bits)
+    direct = _split((file, offset + head, body, dest + head), PIECE_BYTES)
+    edges = [(file, offset, head, dest), (file, offset + head + body, tail, dest + head + body)]
+    return _pieces(direct, _concatenate([_split(edge, SCRATCH_PIECE_BYTES) for edge in edges]))
+
+
+def _cut(
+    offset: I64Array, length: I64Array, address: I64Array, low_bits: int
+) -> tuple[I64Array, I64Array, I64Array]:
     """Bytes of each read before, in and behind its directly readable middle."""
     in_phase = ((offset ^ address) & low_bits) == 0
     head = np.minimum(-offset & low_bits, length)
@@ -92,30 +138,35 @@ def _cut(offset: I64Array, length: I64Array, address: I64Array, low_bits: int) -
 
 def _split(columns: _Columns, limit_bytes: int) -> _Columns:
     """Cut reads longer than ``limit_bytes``; drop empty ones."""
-    offset, length, dest = columns
+    file, offset, length, dest = columns
     parts = -(-length // limit_bytes)
     total = int(parts.sum())
     if total == len(parts) and (parts == 1).all():
         return columns
     read = np.repeat(np.arange(len(parts)), parts)
     skip = (np.arange(total) - np.repeat(np.cumsum(parts) - parts, parts)) * limit_bytes
-    return offset[read] + skip, np.minimum(length[read] - skip, limit_bytes), dest[read] + skip
+    return file[read], offset[read] + skip, np.minimum(length[read] - skip, limit_bytes), dest[read] + skip
 
 
 def _concatenate(many: list[_Columns]) -> _Columns:
-    offset, length, dest = (np.concatenate(column) for column in zip(*many, strict=True))
-    return offset, length, dest
+    file, offset, length, dest = (np.concatenate(column) for column in zip(*many, strict=True))
+    return file, offset, length, dest
 
 
 def _pieces(direct: _Columns, scratch: _Columns | None) -> Pieces:
     if scratch is None or not len(scratch[0]):
-        offset, length, dest = (column.tolist() for column in direct)
-        return Pieces(offset, length, dest, [True] * len(offset))
-    kind: npt.NDArray[np.bool_] = np.arange(len(direct[0]) + len(scratch[0])) < len(direct[0])
-    offsets, lengths, dests = _concatenate([direct, scratch])
-    order = np.argsort(offsets, kind="stable")
+        file, offset, length, dest = direct
+        return Pieces(file, offset, np.arange(len(file) + 1), length, dest, np.ones(len(file), np.bool_))
+    is_direct = np.arange(len(direct[0]) + len(scratch[0])) < len(direct[0])
+    file, offset, length, dest = _concatenate([direct, scratch])
+    order = np.lexsort((offset, file))
     return Pieces(
-        offsets[order].tolist(), lengths[order].tolist(), dests[order].tolist(), kind[order].tolist()
+        file[order],
+        offset[order],
+        np.arange(len(file) + 1),
+        length[order],
+        dest[order],
+        is_direct[order],
     )
 
 
@@ -124,86 +175,3 @@ def cut_evenly(count: int, parts: int) -> list[tuple[int, int]]:
     parts = min(count, parts)
     bounds = [count * part // parts for part in range(parts + 1)] if parts else [0]
     return list(pairwise(bounds))
-
-
-@dataclass(frozen=True)
-class OpenFile:
-    """What reading a piece needs to know about the file."""
-
-    fd: int
-    path: str
-    alignment_bytes: int
-
-
-def read_pieces(
-    file: OpenFile,
-    pieces: Pieces,
-    start: int,
-    stop: int,
-    dest: memoryview,
-    scratch: Callable[[], memoryview],
-    stopped: Callable[[], bool],
-) -> None:
-    """Read pieces ``start..stop-1``: one Python call for a whole run of system calls.
-
-    Args:
-        file: the open file.
-        pieces: from ``plan_pieces``.
-        start: first piece.
-        stop: one past the last piece.
-        dest: the batch's destination.
-        scratch: gives this thread's aligned scratch, ``scratch_bytes`` long.
-        stopped: asked before each piece; True drops the rest.
-    """
-    for i in range(start, stop):
-        if stopped():
-            return
-        offset, length, at = pieces.offset_bytes[i], pieces.length_bytes[i], pieces.dest_offset_bytes[i]
-        if pieces.direct[i]:
-            read_at_least(file, dest[at : at + length], offset, length)
-            continue
-        low = offset - offset % file.alignment_bytes
-        high = round_up(offset + length, file.alignment_bytes)
-        view = scratch()[: high - low]
-        read_at_least(file, view, low, offset + length - low)
-        dest[at : at + length] = view[offset - low : offset - low + length]
-
-
-def scratch_bytes(alignment_bytes: int) -> int:
-    """Size of the scratch that ``read_pieces`` needs: a piece and its aligned surroundings."""
-    return SCRATCH_PIECE_BYTES + 2 * alignment_bytes
-
-
-def read_at_least(file: OpenFile, view: memoryview, offset: int, need: int) -> None:
-    """Fill at least the first ``need`` bytes of ``view``; what follows may be behind the end."""
-    done = _preadv(file, view, offset)
-    while done < need:
-        # O_DIRECT goes on from an aligned offset only: a ragged short read is partly read again.
-        resume = done - done % file.alignment_bytes
-        reached = resume + _preadv(file, view[resume:], offset + resume)
-        if reached <= done:
-            raise BundleCorruptError(
-                f"{file.path}: ends at byte {os.fstat(file.fd).st_size}, expected {offset + need} or more; "
-                "the file was truncated: convert the model again"
-            )
-        done = reached
-
-
-def _preadv(file: OpenFile, view: memoryview, offset: int) -> int:
-    """One read; EIO, which some devices report once and then recover from, is tried again."""
-    try:
-        return os.preadv(file.fd, (view,), offset)
-    except OSError as exc:
-        if exc.errno != errno.EIO:
-            raise _failed(file, view, offset, exc) from exc
-    try:
-        return os.preadv(file.fd, (view,), offset)
-    except OSError as exc:
-        raise _failed(file, view, offset, exc) from exc
-
-
-def _failed(file: OpenFile, view: memoryview, offset: int, exc: OSError) -> DiskReadError:
-    return DiskReadError(
-        f"{file.path}: reading {len(view)} bytes at offset {offset} failed: {exc.strerror}; check the "
-        "device (dmesg), then `flashd verify` the bundle"
-    )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import errno
 import os
 import struct
+from collections.abc import Sequence
 
+import numpy as np
+
+from flashd.disk import native_engine
+from flashd.disk.blocking import open_readonly
 from flashd.disk.buffered import BufferedEngine
 from flashd.disk.buffers import aligned_empty
-from flashd.disk.engine import ReadEngine
+from flashd.disk.engine import ReadBatch, ReadEngine
 from flashd.disk.pieces import MAX_ALIGNMENT_BYTES
-from flashd.disk.pooled import open_readonly
-from flashd.disk.threads import ThreadsEngine
-from flashd.errors import ConfigError
+from flashd.errors import BundleCorruptError, ConfigError, DiskReadError
 
-BACKENDS = ("auto", "direct", "buffered")
+# Fastest first: what ``auto`` tries.
+ENGINES = ("uring", "threads", "buffered")
+BACKENDS = ("auto", *ENGINES)
 PROBED_ALIGNMENTS_BYTES = (512, 4096, MAX_ALIGNMENT_BYTES)
 
 _AT_EMPTY_PATH = 0x1000
@@ -23,30 +29,89 @@ _STATX_DIOALIGN = 0x2000
 _STATX_BYTES = 256
 _MEM_ALIGN_AT = 152  # stx_dio_mem_align, stx_dio_offset_align: two u32 in struct statx
 
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-async def open_engine(path: str | os.PathLike[str], backend: str = "auto") -> ReadEngine:
-    """Open a file with the named backend.
+
+async def open_engine(paths: Paths, backend: str = "auto", *, depth: int | None = None) -> ReadEngine:
+    """Open files with the named backend, after a real read with it.
 
     Args:
-        path: the file.
-        backend: ``auto`` (direct if a real O_DIRECT read works on this file, else buffered),
-            ``direct`` or ``buffered``.
+        paths: one file, or several of one mount; a batch names them by index.
+        backend: ``auto`` (the first of ``ENGINES`` that works on these files) or one of them.
+        depth: reads that the kernel holds at once; the backend's own default by default.
 
     Raises:
-        ConfigError: an unknown backend, or ``direct`` where it does not work.
-        DiskReadError: the file cannot be opened.
+        ConfigError: an unknown backend, or one that does not work here.
+        DiskReadError: a file cannot be opened.
     """
-    name = os.fspath(path)
+    names = [os.fspath(path) for path in ([paths] if isinstance(paths, (str, os.PathLike)) else paths)]
     if backend not in BACKENDS:
         raise ConfigError(f"unknown read backend {backend!r}; known: {', '.join(BACKENDS)}")
-    if backend == "buffered":
-        return await BufferedEngine.open(name)
-    alignment, why = probe_direct(name)
-    if alignment is not None:
-        return ThreadsEngine(name, alignment, why)
-    if backend == "direct":
-        raise ConfigError(f"{name}: direct reads do not work here: {why}; use backend auto or buffered")
-    return await BufferedEngine.open(name, f"direct reads do not work here: {why}")
+    if not names:
+        raise ValueError("no file to read")
+    reasons: list[str] = []
+    for name in ENGINES if backend == "auto" else (backend,):
+        engine, why = await _open(name, names, depth, reasons)
+        if engine is not None:
+            return engine
+        reasons.append(f"{name}: {why}")
+    if backend == "auto":
+        raise DiskReadError(f"{names[0]}: no way of reading works here: {'; '.join(reasons)}")
+    raise ConfigError(f"{names[0]}: backend {reasons[0]}; use backend auto")
+
+
+async def _open(
+    name: str, paths: list[str], depth: int | None, reasons: list[str]
+) -> tuple[ReadEngine | None, str]:
+    """An engine that has read from the largest file; else None and why not."""
+    because = f" ({'; '.join(reasons)})" if reasons else ""
+    if name == "buffered":
+        options = {} if depth is None else {"depth": depth}
+        return BufferedEngine(paths, f"page cache{because}", **options), ""
+    if not native_engine.AVAILABLE:
+        return None, "the native module is not installed"
+    sizes = await asyncio.to_thread(_sizes, paths)  # of tens of thousands of chunks, perhaps
+    sample = max(paths, key=lambda path: sizes[path])
+    alignment, why = probe_direct(sample)
+    if alignment is None:
+        return None, why
+    try:
+        engine = native_engine.open_native(name, paths, alignment, why + because, depth)
+    except OSError as exc:
+        hint = "; the limit of locked memory (ulimit -l) may be too low" if exc.errno == errno.ENOMEM else ""
+        return None, f"{exc.strerror or exc}{hint}"
+    problem = await try_engine(engine, paths.index(sample), sizes[sample])
+    if problem is None:
+        return engine, ""
+    await engine.close()
+    return None, problem
+
+
+def _sizes(paths: list[str]) -> dict[str, int]:
+    sizes = {}
+    for path in paths:
+        try:
+            sizes[path] = os.stat(path).st_size
+        except OSError as exc:
+            raise DiskReadError(f"{path}: cannot be opened for reading: {exc.strerror}") from exc
+    return sizes
+
+
+async def try_engine(engine: ReadEngine, file: int, file_bytes: int) -> str | None:
+    """Read the start of a file with an engine; None if that works, else the error."""
+    nbytes = min(max(engine.alignment_bytes, 4096), file_bytes)
+    batch = ReadBatch(
+        np.array([0]), np.array([nbytes]), aligned_empty(nbytes), np.array([0]), None, np.array([file])
+    )
+    try:
+        await engine.read(batch)
+    except BundleCorruptError:
+        pass  # shrinking at this moment: the read that needs the bytes will say so
+    except DiskReadError as exc:
+        # A bad sector is no question of the backend.
+        if not isinstance(exc.__cause__, OSError) or exc.__cause__.errno != errno.EIO:
+            return str(exc)
+    return None
 
 
 def probe_direct(path: str) -> tuple[int | None, str]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from types import TracebackType
 
-from flashd.disk.pieces import OpenFile, read_at_least
-from flashd.disk.pooled import open_readonly
+from flashd.disk.blocking import OpenFile, open_readonly, read_exactly
 from flashd.types import U8Array
 
 _CHUNK_BYTES = 8 << 20
@@ -24,7 +23,7 @@ class ReadOnce:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         name = os.fspath(path)
-        self._file = OpenFile(open_readonly(name), name, 1)
+        self._file = OpenFile(open_readonly(name), name)
         self.size_bytes = os.fstat(self._file.fd).st_size
         os.posix_fadvise(self._file.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
@@ -46,5 +45,5 @@ class ReadOnce:
         view = out.data
         for start in range(0, len(view), _CHUNK_BYTES):
             chunk = view[start : start + _CHUNK_BYTES]
-            read_at_least(self._file, chunk, offset_bytes + start, len(chunk))
+            read_exactly(self._file, chunk, offset_bytes + start)
             os.posix_fadvise(self._file.fd, offset_bytes + start, len(chunk), os.POSIX_FADV_DONTNEED)

@@ -100,10 +100,25 @@ def _engine(stats: EngineStats) -> Iterator[Metric]:
 
 
 def _store(stats: StoreStats) -> Iterator[Metric]:
-    yield _counter("flashd_flash_reads", [((), stats.reads)])
-    yield _counter("flashd_flash_read_bytes", [((), stats.bytes_read)])
-    yield _counter("flashd_flash_read_errors", [((), stats.errors)])
-    yield _counter("flashd_flash_busy_seconds", [((), stats.busy_ns / 1e9)])
+    device, checks = stats.device, stats.checks
+    for name, value in (
+        ("flashd_flash_reads", device.reads),
+        ("flashd_flash_read_bytes", device.bytes_read),
+        ("flashd_flash_delivered_bytes", stats.bytes_delivered),
+        ("flashd_flash_continued_reads", device.continued),
+        ("flashd_flash_retried_reads", device.retried),
+        ("flashd_flash_scratch_reads", device.scratch_reads),
+        ("flashd_flash_registered_reads", device.registered_reads),
+        ("flashd_flash_dropped_reads", device.dropped),
+        ("flashd_flash_read_errors", stats.errors),
+        ("flashd_flash_busy_seconds", stats.busy_ns / 1e9),
+        ("flashd_flash_rows", checks.rows),
+        ("flashd_flash_checked_rows", checks.checked_rows),
+        ("flashd_flash_mismatched_rows", checks.mismatched_rows),
+        ("flashd_flash_mismatch_rereads", checks.rereads),
+        ("flashd_flash_check_seconds", checks.check_ns / 1e9),
+    ):
+        yield _counter(name, [((), value)])
 
 
 def _labelled(counts: dict[str, int]) -> list[Sample]:

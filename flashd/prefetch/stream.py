@@ -50,6 +50,7 @@ class StreamingFFN:
         stats: time that computing waited for flash, and slices computed.
         slice_rows: neurons per slice.
         ring_bytes: memory of the buffers.
+        why_unregistered: why they are not registered with the read engine; empty if they are.
     """
 
     def __init__(
@@ -81,8 +82,11 @@ class StreamingFFN:
         self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
         slice_bytes = self.slice_rows * geometry.stride_bytes
         alignment = max(LAYER_ALIGN_BYTES, store.alignment_bytes)
-        self._free = [aligned_empty(slice_bytes, alignment) for _ in range(n_buffers)]
+        step = round_up(slice_bytes, alignment)
+        self._ring_memory = aligned_empty(n_buffers * step, alignment, huge_pages=True)
+        self._free = [self._ring_memory[i * step : i * step + slice_bytes] for i in range(n_buffers)]
         self.ring_bytes = n_buffers * slice_bytes
+        self.why_unregistered = store.register(self._ring_memory)
         self._store = store
         self._lane = lane
         self._dense = DenseFFN(geometry, activation)
@@ -126,6 +130,8 @@ class StreamingFFN:
         async with self._lock:
             await self._drain()
             self._free.clear()
+            self._store.unregister(self._ring_memory)
+            self._ring_memory = self._ring_memory[:0].copy()
 
     async def _seek(self, layer: int) -> None:
         """Make the first slice of ``layer`` the head of the ring."""

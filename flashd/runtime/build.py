@@ -59,7 +59,7 @@ async def build(config: DaemonConfig) -> Runtime:
     tokenizer = None
     if manifest.tokenizer is not None and any(f.name == TOKENIZER for f in manifest.files):
         tokenizer = await in_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
-    store = await open_store(directory, manifest, config.backend, check_rows=True)
+    store = await open_store(directory, manifest, config.backend, verify=config.verify)
     lane = ComputeLane()
     spec = manifest.model
     ffn = _ffn(store, lane, spec, weights)

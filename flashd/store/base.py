@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+from flashd.stats import CheckStats, ReadStats
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 
@@ -11,7 +12,7 @@ class WeightStore(ABC):
     """FFN neuron rows of one model. Calls are batch-shaped; several may be outstanding at once.
 
     Attributes:
-        name: what ``flashd doctor``, logs and metrics call it, e.g. ``file/direct``.
+        name: what ``flashd doctor``, logs and metrics call it, e.g. ``file/uring``.
         geometry: shape of the rows.
         alignment_bytes: destinations must start on this (1: anywhere).
     """
@@ -43,6 +44,28 @@ class WeightStore(ABC):
 
         ``out`` is ``[len(ids), stride_bytes]``; otherwise as ``read_range``.
         """
+
+    @property
+    def read_stats(self) -> ReadStats | None:
+        """Reads of the device so far, a snapshot; None for a store that reads from none."""
+        return None
+
+    @property
+    def check_stats(self) -> CheckStats | None:
+        """Checksums compared so far, kept up to date; None for a store that compares none."""
+        return None
+
+    def register(self, memory: U8Array) -> str:
+        """Pin memory that rows will be read into; see ``ReadEngine.register``.
+
+        Returns:
+            Nothing if it worked, else why not: reads work all the same.
+        """
+        return f"{self.name} registers no memory"
+
+    def unregister(self, memory: U8Array) -> None:
+        """Undo ``register``; see ``ReadEngine.unregister``."""
+        return
 
     @abstractmethod
     async def close(self) -> None:

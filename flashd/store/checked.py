@@ -1,79 +1,283 @@
-"""A wrapper that compares rows with their checksums the first time they are read.
+"""A wrapper that compares rows with their checksums as they are read.
 
-What was damaged on disk before the daemon started is found at first use, before a kernel sees it;
-later reads cost nothing.
+What was damaged before the daemon started is found at first use, before a kernel sees it. What is
+damaged later is found at the next read of the row where checking is cheap beside the step, else when
+the row's turn comes (``CheckBudget``), and always at the next read where that is asked for.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from flashd import kernels
 from flashd.errors import BundleCorruptError
 from flashd.layout.manifest import BUNDLE, ZARR
+from flashd.stats import CheckStats, ReadStats
 from flashd.store.base import WeightStore
-from flashd.types import I64Array, U8Array, U32Array
+from flashd.store.check_budget import CheckBudget
+from flashd.types import FFNGeometry, I64Array, U8Array, U32Array
+
+log = logging.getLogger("flashd.store")
+
+# Less is done at once on the event loop: handing it to the thread would take as long.
+_INLINE_NS = 150_000
+# Rows between two that are checked are checked too where that costs less than a second call.
+_CALL_BYTES = 32 << 10
+
+BoolArray = npt.NDArray[np.bool_]
+Runs = list[tuple[int, int]]
+_NONE: I64Array = np.empty(0, np.int64)
+
+
+class _Rows(NamedTuple):
+    """What one read was asked for: ``n`` neurons of a layer, a range or ids ``[n]``."""
+
+    layer: int
+    where: slice | I64Array
+    n: int
+    out: U8Array
+
+    def neurons(self, start: int, stop: int) -> slice | I64Array:
+        """Those in rows ``start..stop-1`` of ``out``, as an index of the layer."""
+        if isinstance(self.where, slice):
+            return slice(self.where.start + start, self.where.start + stop)
+        return self.where[start:stop]
+
+
+class _Plan(NamedTuple):
+    """Which rows of a read are checked, and what was reserved for those that need not be."""
+
+    runs: Runs
+    n_must: int
+    reserved_ns: float = 0.0
 
 
 class CheckedStore(WeightStore):
-    """Checks every row once; a mismatch is read again once, then it is an error.
+    """Compares rows with their checksums; a mismatch is read again once, then it is an error.
+
+    Each row is checked at its first read, and at every one after it was found wrong until it is right.
 
     Args:
         inner: the store that does the work; closed with this one.
         sums: CRC32C of every row, ``[n_layers, n_neurons]``.
         directory: the bundle, for messages.
+        every_read: check every row at every read, whatever it costs.
+        budget: how many rows to check otherwise.
+
+    Attributes:
+        stats: what was checked and found.
     """
 
-    def __init__(self, inner: WeightStore, sums: U32Array, directory: Path) -> None:
+    def __init__(
+        self,
+        inner: WeightStore,
+        sums: U32Array,
+        directory: Path,
+        *,
+        every_read: bool = False,
+        budget: CheckBudget | None = None,
+    ) -> None:
         self.inner = inner
         self.name = inner.name
-        self.geometry = inner.geometry
+        self.geometry: FFNGeometry = inner.geometry
         self.alignment_bytes = inner.alignment_bytes
+        self.stats = CheckStats()
         self._sums = sums
         self._file = directory / (ZARR if inner.name.startswith("zarr") else BUNDLE)
-        self._checked = np.zeros(sums.shape, np.bool_)
+        self._every_read = every_read
+        self._budget = budget or CheckBudget()
+        self._trusted = np.zeros(sums.shape, np.bool_)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flashd-check")
+        self._n_reads = 0  # that have begun and not ended
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    @property
+    def read_stats(self) -> ReadStats | None:
+        """See ``WeightStore.read_stats``."""
+        return self.inner.read_stats
+
+    @property
+    def check_stats(self) -> CheckStats:
+        """See ``WeightStore.check_stats``."""
+        return self.stats
+
+    def register(self, memory: U8Array) -> str:
+        """See ``WeightStore.register``."""
+        return self.inner.register(memory)
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``WeightStore.unregister``."""
+        self.inner.unregister(memory)
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``.
 
+        Cancelling it waits until the checks let go of ``out``.
+
         Raises:
             BundleCorruptError: also when a row isn't what was written.
         """
-        await self.inner.read_range(layer, start, stop, out)
-        if not self._checked[layer, start:stop].all() and self._bad(layer, np.arange(start, stop), out).size:
+
+        async def read() -> None:
             await self.inner.read_range(layer, start, stop, out)
-            self._accept(layer, np.arange(start, stop), out)
+
+        with self._counted():
+            await read()
+            await self._check(_Rows(layer, slice(start, stop), stop - start, out), read)
 
     async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
         """See ``WeightStore.read_rows``.
 
+        Cancelling it waits until the checks let go of ``out``.
+
         Raises:
             BundleCorruptError: also when a row isn't what was written.
         """
-        await self.inner.read_rows(layer, ids, out)
-        if not self._checked[layer, ids].all() and self._bad(layer, ids, out).size:
+
+        async def read() -> None:
             await self.inner.read_rows(layer, ids, out)
-            self._accept(layer, ids, out)
 
-    def _accept(self, layer: int, ids: I64Array, out: U8Array) -> None:
-        bad = self._bad(layer, ids, out)
-        if bad.size:
-            raise BundleCorruptError(
-                f"{self._file}: layer {layer}, neuron {bad[0]}: checksum mismatch ({bad.size} of "
-                f"{len(ids)} rows); see `flashd verify`, then copy the bundle again or convert again"
-            )
-
-    def _bad(self, layer: int, ids: I64Array, out: U8Array) -> I64Array:
-        """Neurons whose bytes differ from their checksum; the others count as checked."""
-        got = np.empty(len(ids), np.uint32)
-        kernels.crc32c(out, got)
-        good = got == self._sums[layer, ids]
-        self._checked[layer, ids[good]] = True
-        bad: I64Array = ids[~good]
-        return bad
+        with self._counted():
+            await read()
+            await self._check(_Rows(layer, ids, len(ids), out), read)
 
     async def close(self) -> None:
-        """See ``WeightStore.close``."""
+        """See ``WeightStore.close``; waits for checks, too."""
+        self._closed = True
+        # A read that has found a wrong row still needs the inner store to read it again.
+        await self._idle.wait()
         await self.inner.close()
+        self._thread.shutdown()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._closed:
+            raise ValueError(f"{self._file}: the store is closed")
+        self._n_reads += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._n_reads -= 1
+            if not self._n_reads:
+                self._idle.set()
+
+    async def _check(self, rows: _Rows, read_again: Callable[[], Awaitable[None]]) -> None:
+        """Check what was read; once something was wrong, everything that is read in its place."""
+        self.stats.rows += rows.n
+        plan = self._plan(rows)
+        bad = await self._wrong(rows, plan) if plan.runs else _NONE
+        if not bad.size:
+            return
+        self.stats.rereads += 1
+        await read_again()
+        still_bad = await self._wrong(rows, _everything(rows.n))
+        if still_bad.size:
+            raise BundleCorruptError(
+                f"{self._file}: layer {rows.layer}, neuron {still_bad[0]}: checksum mismatch "
+                f"({still_bad.size} of {rows.n} rows); see `flashd verify`, then copy the bundle again or "
+                "convert again"
+            )
+        log.warning(
+            "%s: layer %d, neuron %d: checksum mismatch (%d of %d rows), right when read again; "
+            "check the device (dmesg) and the memory",
+            *(self._file, rows.layer, bad[0], bad.size, rows.n),
+        )
+
+    def _plan(self, rows: _Rows) -> _Plan:
+        """First reads and suspects, and of the others as many as there is time for. In most reads
+        that is a stretch of rows or none, which must not cost more than checking would."""
+        trusted: BoolArray = self._trusted[rows.layer][rows.where]
+        all_trusted = bool(trusted.all())
+        if self._every_read or not rows.n or not (all_trusted or trusted.any()):
+            return _everything(rows.n)
+        sample = self._budget.sample(rows.n, self.geometry.stride_bytes)
+        end = sample.start + sample.count
+        runs = [(sample.start, min(end, rows.n)), (0, end - rows.n)]
+        runs = [(start, stop) for start, stop in runs if start < stop]
+        if all_trusted:
+            return _Plan(runs, 0, sample.reserved_ns)
+        selected = ~trusted
+        n_must = int(np.count_nonzero(selected))
+        for start, stop in runs:
+            selected[start:stop] = True
+        return _Plan(_runs(selected, _CALL_BYTES // self.geometry.stride_bytes), n_must, sample.reserved_ns)
+
+    async def _wrong(self, rows: _Rows, plan: _Plan) -> I64Array:
+        """Neurons whose bytes differ from their checksum; the others of the plan are trusted now."""
+        row_bytes = self.geometry.stride_bytes
+        n_checked = sum(stop - start for start, stop in plan.runs)
+        got = np.empty(rows.n, np.uint32)
+        if n_checked * row_bytes * self._budget.ns_per_byte <= _INLINE_NS:
+            spent_ns = _sum_runs(rows.out, got, plan.runs)
+        else:
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._thread, _sum_runs, rows.out, got, plan.runs)
+            spent_ns = await _to_its_end(work)
+        self._budget.settle(spent_ns, n_checked * row_bytes, plan.n_must * row_bytes, plan.reserved_ns)
+        bad = self._compare(rows, got, plan.runs)
+        self.stats.checked_rows += n_checked
+        self.stats.mismatched_rows += bad.size
+        self.stats.check_ns += spent_ns
+        return bad
+
+    def _compare(self, rows: _Rows, got: U32Array, runs: Runs) -> I64Array:
+        expected, trusted = self._sums[rows.layer], self._trusted[rows.layer]
+        bad = []
+        for start, stop in runs:
+            neurons = rows.neurons(start, stop)
+            right = got[start:stop] == expected[neurons]
+            trusted[neurons] = True
+            if not right.all():
+                wrong = np.arange(len(expected))[neurons][~right]
+                trusted[wrong] = False
+                bad.append(wrong)
+        return np.concatenate(bad) if bad else _NONE
+
+
+def _everything(n_rows: int) -> _Plan:
+    return _Plan([(0, n_rows)] if n_rows else [], n_rows)
+
+
+def _runs(selected: BoolArray, max_gap: int) -> Runs:
+    """Start and stop of the runs of selected rows; gaps up to ``max_gap`` rows join two of them."""
+    rows = np.flatnonzero(selected)
+    if not rows.size:
+        return []
+    ends = np.flatnonzero(np.diff(rows) > max_gap + 1)
+    starts = rows[np.concatenate(([0], ends + 1))]
+    stops = rows[np.concatenate((ends, [rows.size - 1]))] + 1
+    return list(zip(starts.tolist(), stops.tolist(), strict=True))
+
+
+def _sum_runs(rows: U8Array, got: U32Array, runs: Runs) -> int:
+    """CRC32C of the rows in ``runs`` into the same places of ``got``; CPU time in ns."""
+    start_ns = time.thread_time_ns()
+    for start, stop in runs:
+        kernels.crc32c(rows[start:stop], got[start:stop])
+    return time.thread_time_ns() - start_ns
+
+
+async def _to_its_end(work: asyncio.Future[Any]) -> Any:
+    """Wait for work that cannot be stopped; a cancellation is raised when it has ended."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as exc:
+            cancelled = exc
+    if cancelled is not None:
+        raise cancelled
+    return work.result()

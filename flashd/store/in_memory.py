@@ -31,7 +31,8 @@ class InMemoryStore(WeightStore):
         geometry = source.geometry
         shape = (geometry.n_layers, geometry.n_neurons, geometry.stride_bytes)
         alignment = max(4096, source.alignment_bytes)
-        rows = aligned_empty(geometry.n_layers * geometry.layer_bytes, alignment).reshape(shape)
+        nbytes = geometry.n_layers * geometry.layer_bytes
+        rows = aligned_empty(nbytes, alignment, huge_pages=True).reshape(shape)
         step = max(1, _LOAD_BYTES // geometry.stride_bytes)
         for layer in range(geometry.n_layers):
             for start in range(0, geometry.n_neurons, step):

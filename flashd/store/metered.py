@@ -7,17 +7,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flashd.stats import StoreStats
+from flashd.stats import CheckStats, ReadStats, StoreStats
 from flashd.store.base import WeightStore
 from flashd.types import I64Array, U8Array
 
 
 class MeteredStore(WeightStore):
-    """Counts calls, bytes delivered, errors and the time with at least one read outstanding.
+    """Counts calls, bytes delivered, errors and the time with at least one call outstanding, and
+    collects what the stores below count.
 
     Attributes:
         inner: the store that does the work; closed with this one.
-        stats: the counters. ``busy_ns`` grows whenever a read starts or ends.
+        stats: the counters. ``busy_ns`` grows whenever a call starts or ends, ``device`` when one ends.
     """
 
     def __init__(self, inner: WeightStore) -> None:
@@ -25,9 +26,27 @@ class MeteredStore(WeightStore):
         self.name = inner.name
         self.geometry = inner.geometry
         self.alignment_bytes = inner.alignment_bytes
-        self.stats = StoreStats()
+        self.stats = StoreStats(checks=inner.check_stats or CheckStats())
         self._outstanding = 0
         self._counted_until_ns = 0
+
+    @property
+    def read_stats(self) -> ReadStats | None:
+        """See ``WeightStore.read_stats``."""
+        return self.inner.read_stats
+
+    @property
+    def check_stats(self) -> CheckStats | None:
+        """See ``WeightStore.check_stats``."""
+        return self.inner.check_stats
+
+    def register(self, memory: U8Array) -> str:
+        """See ``WeightStore.register``."""
+        return self.inner.register(memory)
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``WeightStore.unregister``."""
+        self.inner.unregister(memory)
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""
@@ -45,7 +64,7 @@ class MeteredStore(WeightStore):
         self._outstanding += 1
         try:
             yield
-            self.stats.bytes_read += out.nbytes
+            self.stats.bytes_delivered += out.nbytes
         except asyncio.CancelledError:
             raise
         except Exception:
@@ -54,7 +73,8 @@ class MeteredStore(WeightStore):
         finally:
             self._count_time()
             self._outstanding -= 1
-            self.stats.reads += 1
+            self.stats.calls += 1
+            self.stats.device = self.inner.read_stats or self.stats.device
 
     def _count_time(self) -> None:
         now_ns = time.perf_counter_ns()

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from flashd.config import VERIFY
 from flashd.disk.buffers import aligned_empty
+from flashd.disk.curve import load_curve
 from flashd.disk.probe import BACKENDS as READ_BACKENDS
 from flashd.disk.probe import open_engine
 from flashd.disk.read_once import ReadOnce
@@ -21,6 +23,7 @@ from flashd.store.bundle_file import BundleFileStore
 from flashd.store.checked import CheckedStore
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
+from flashd.store.zarr_store import ZarrStore
 from flashd.types import NUMPY_DTYPE, SAFETENSORS_DTYPE, U32Array, WeightArray
 
 STORE_BACKENDS = (*READ_BACKENDS, "memory")
@@ -98,16 +101,17 @@ def _expect_size(directory: Path, entry: FileEntry, expected_bytes: int) -> None
 
 
 async def open_store(
-    directory: Path, manifest: Manifest, backend: str = "auto", *, check_rows: bool = False
+    directory: Path, manifest: Manifest, backend: str = "auto", *, verify: str | None = None
 ) -> MeteredStore:
     """Open the FFN rows of a bundle.
 
     Args:
         directory: the bundle.
         manifest: from ``open_manifest``.
-        backend: ``auto``, ``direct`` or ``buffered`` (how ``ffn.bundle`` is read; a zarr bundle
-            is read by zarr, which has no such choice), or ``memory``: all rows in RAM.
-        check_rows: compare each row with its checksum the first time it is read.
+        backend: how the files are read: ``auto``, ``uring``, ``threads`` or ``buffered``; or ``memory``: all
+            rows in RAM.
+        verify: compare rows with their checksums: ``auto``, each at its first read and of later ones
+            as many as take 2 % of the time; ``reads``, each at every read; None, never.
 
     Raises:
         ConfigError: an unknown backend, or one that does not work here.
@@ -115,14 +119,12 @@ async def open_store(
     """
     if backend not in STORE_BACKENDS:
         raise ConfigError(f"unknown store backend {backend!r}; known: {', '.join(STORE_BACKENDS)}")
-    if manifest.store == "zarr" and backend in ("direct", "buffered"):
-        raise ConfigError(
-            f"{directory}: backend {backend!r} is for raw bundle files and this is a zarr bundle; "
-            "use auto or memory, or convert with --store file"
-        )
+    if verify not in (None, *VERIFY):
+        raise ConfigError(f"verify is {verify!r}, expected one of: {', '.join(VERIFY)}")
+    sums = None if verify is None else load_sums(directory, manifest)
     store = await _open_rows(directory, manifest, "auto" if backend == "memory" else backend)
-    if check_rows:
-        store = CheckedStore(store, load_sums(directory, manifest), directory)
+    if sums is not None:
+        store = CheckedStore(store, sums, directory, every_read=verify == "reads")
     if backend == "memory":
         try:
             return MeteredStore(await InMemoryStore.load(store))
@@ -134,11 +136,10 @@ async def open_store(
 async def _open_rows(directory: Path, manifest: Manifest, backend: str) -> WeightStore:
     if manifest.store == "file":
         engine = await open_engine(directory / BUNDLE, backend)
-        return BundleFileStore(engine, manifest.ffn, manifest.layer_offset_bytes)
-    # zarr costs a second and 60 MB: only who opens a zarr bundle pays.
-    from flashd.store.zarr_store import ZarrStore
-
-    return await ZarrStore.open(directory / ZARR, manifest.ffn)
+        curve = load_curve(directory / BUNDLE, engine.name)
+        max_gap_bytes = curve.break_even_bytes() if curve else 0
+        return BundleFileStore(engine, manifest.ffn, manifest.layer_offset_bytes, max_gap_bytes)
+    return await ZarrStore.open(directory / ZARR, manifest.ffn, backend)
 
 
 def load_sums(directory: Path, manifest: Manifest) -> U32Array:
@@ -185,7 +186,7 @@ def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]
         for name, entry in tensors.items():
             starts[name] = position
             position += round_up(entry.nbytes, _TENSOR_ALIGN_BYTES)
-        arena = aligned_empty(position)
+        arena = aligned_empty(position, huge_pages=True)
         loaded: dict[str, WeightArray] = {}
         digest = hashlib.sha256(header)
         for name, entry in sorted(tensors.items(), key=lambda item: item[1].start_byte):

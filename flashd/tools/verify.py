@@ -21,7 +21,8 @@ from flashd.errors import BundleCorruptError, BundleError, DiskReadError
 from flashd.layout.geometry import LAYER_ALIGN_BYTES
 from flashd.layout.manifest import BUNDLE, MANIFEST, SUMS, ZARR, FileEntry, Manifest
 from flashd.store.base import WeightStore
-from flashd.store.open import load_sums, open_store, read_manifest, size_problem
+from flashd.store.open import load_sums, read_manifest, size_problem
+from flashd.store.zarr_store import ZarrStore
 from flashd.types import U8Array, U32Array
 
 ProgressCall = Callable[[str, int, int], object]
@@ -195,7 +196,8 @@ class _Verifier:
         if self._sums is None:
             return
         try:
-            store = await open_store(self._directory, self._manifest)
+            # Damage in one layer shall not hide the others.
+            store = await ZarrStore.open(self._directory / ZARR, self._manifest.ffn, keep_damaged=True)
         except (BundleError, DiskReadError) as exc:
             self._report.problems.append(str(exc))
             return
@@ -208,14 +210,14 @@ class _Verifier:
     async def _check_zarr_layer(self, store: WeightStore, layer: int) -> None:
         geometry = self._manifest.ffn
         step = max(1, _CHUNK_BYTES // geometry.stride_bytes)
-        rows = np.empty((step, geometry.stride_bytes), np.uint8)
+        rows = aligned_empty(step * geometry.stride_bytes).reshape(step, -1)
         for start in range(0, geometry.n_neurons, step):
             stop = min(start + step, geometry.n_neurons)
             part = rows[: stop - start]
             try:
                 await store.read_range(layer, start, stop, part)
             except (BundleCorruptError, DiskReadError) as exc:
-                self._report.problems.append(f"{exc} (layer {layer}, neurons {start} to {stop - 1})")
+                self._report.problems.append(f"{exc}, neurons {start} to {stop - 1}")
                 self._advance((geometry.n_neurons - start) * geometry.stride_bytes)
                 return  # one line a layer says enough
             where = (f"{ZARR}/layers/{layer}", layer, start, start * geometry.stride_bytes)

@@ -35,4 +35,5 @@ if [ "$purpose" = test ]; then
     command -v c++ >/dev/null 2>&1 || command -v g++ >/dev/null 2>&1 || [ -z "${FLASHD_NO_NATIVE:-}" ] ||
         need g++ "the test that builds the native kernels"
     command -v curl >/dev/null 2>&1 || need curl "the test that runs the README's commands"
+    command -v fio >/dev/null 2>&1 || need fio "the test that compares read speeds with it"
 fi

@@ -106,5 +106,5 @@ def test_version_and_help(tmp_path: Path) -> None:
     assert flashd(tmp_path, "--version").stdout.startswith("flashd 0.")
     assert flashd(tmp_path).returncode == 2
     listed = flashd(tmp_path, "--help").stdout
-    for command in ("convert", "inspect", "verify", "start", "ps", "stop", "run", "chat"):
+    for command in ("convert", "inspect", "verify", "start", "ps", "stop", "run", "chat", "doctor", "bench"):
         assert command in listed

@@ -1,184 +1,126 @@
-"""The read engines on real files, page cache and O_DIRECT, aligned and not."""
+"""The read engines on real files: page cache, threads, io_uring; and the fake one."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import os
-import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flashd.disk import pieces
+from flashd.disk import blocking
 from flashd.disk.buffered import BufferedEngine
 from flashd.disk.buffers import aligned_empty
-from flashd.disk.engine import ReadBatch, ReadEngine
-from flashd.disk.threads import ThreadsEngine
+from flashd.disk.engine import ReadEngine
+from flashd.disk.native_engine import open_native
+from flashd.disk.probe import open_engine
 from flashd.errors import BundleCorruptError, DiskReadError
-from flashd.types import U8Array
-
-Opener = Callable[[Path], Awaitable[ReadEngine]]
-
-SIZES = [3 * 4096 + d for d in (-513, -512, -511, -1, 0, 1, 511, 512, 513)]
+from flashd.testing.engine_suite import OpenFiles, ReadEngineTests, one_read, random_file
+from flashd.testing.fake_engine import FakeEngine
 
 
-async def _buffered(path: Path) -> ReadEngine:
-    return await BufferedEngine.open(str(path))
+class TestBuffered(ReadEngineTests):
+    demand_first = False
+
+    @pytest.fixture
+    def open_files(self) -> OpenFiles:
+        async def opened(paths: Sequence[Path]) -> ReadEngine:
+            return BufferedEngine([str(path) for path in paths])
+
+        return opened
 
 
-async def _direct(path: Path, alignment: int = 512) -> ReadEngine:
-    return ThreadsEngine(str(path), alignment, n_threads=4)
+class _Native(ReadEngineTests):
+    name = "threads"
+    alignment = 512
+
+    @pytest.fixture
+    def open_files(self) -> OpenFiles:
+        async def opened(paths: Sequence[Path]) -> ReadEngine:
+            return open_native(self.name, [str(path) for path in paths], self.alignment, "asked for")
+
+        return opened
 
 
-async def _direct_4096(path: Path) -> ReadEngine:
-    return await _direct(path, 4096)
+class TestThreads(_Native):
+    pass
 
 
-@pytest.fixture(params=[_buffered, _direct, _direct_4096], ids=["buffered", "direct", "direct4096"])
-async def opened(request: pytest.FixtureRequest) -> AsyncIterator[Opener]:
-    engines: list[ReadEngine] = []
-
-    async def opener(path: Path) -> ReadEngine:
-        engines.append(await request.param(path))
-        return engines[-1]
-
-    yield opener
-    for engine in engines:
-        await engine.close()
+class TestThreads4096(_Native):
+    alignment = 4096
 
 
-def random_file(path: Path, nbytes: int, seed: int = 0) -> U8Array:
-    content = np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-    path.write_bytes(content.tobytes())
-    return content
+class TestUring(_Native):
+    name = "uring"
 
 
-def one_read(offset: int, dest: U8Array) -> ReadBatch:
-    return ReadBatch(np.array([offset]), np.array([len(dest)]), dest, np.array([0]))
+class TestUring4096(_Native):
+    name = "uring"
+    alignment = 4096
 
 
-@pytest.mark.parametrize("size", SIZES)
-async def test_odd_sizes_to_the_last_byte(opened: Opener, tmp_path: Path, size: int) -> None:
-    content = random_file(tmp_path / "f", size)
-    engine = await opened(tmp_path / "f")
-    for offset in (0, 1, 511, 512, 4096, size - 513, size - 1, size):
-        dest = aligned_empty(size - offset)
-        await engine.read(one_read(offset, dest))
-        np.testing.assert_array_equal(dest, content[offset:])
+class TestUring64K(_Native):
+    name = "uring"
+    alignment = 65536
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("beyond", [1, 512, 5000])
-async def test_end_of_file_is_an_error(opened: Opener, tmp_path: Path, size: int, beyond: int) -> None:
-    random_file(tmp_path / "f", size)
-    engine = await opened(tmp_path / "f")
-    for offset in (0, 512, size, size + 4096):
-        with pytest.raises(BundleCorruptError, match=rf"f: ends at byte {size},.*convert"):
-            await engine.read(one_read(offset, aligned_empty(max(size, offset) + beyond - offset)))
+class TestFake(ReadEngineTests):
+    """With its default manners, the fake is an engine like any other."""
+
+    several_files = False
+
+    @pytest.fixture
+    def open_files(self) -> OpenFiles:
+        async def opened(paths: Sequence[Path]) -> ReadEngine:
+            try:
+                content = np.fromfile(paths[0], np.uint8)
+            except OSError as exc:
+                raise DiskReadError(f"{paths[0]}: cannot be opened: {exc.strerror}") from exc
+            return FakeEngine(content, latency_us=20 if len(content) > 4 << 20 else 0)
+
+        return opened
 
 
-async def test_random_batches(opened: Opener, tmp_path: Path) -> None:
-    """Reads of every size land where they should, and nowhere else."""
-    content = random_file(tmp_path / "f", 5 << 20)
-    engine = await opened(tmp_path / "f")
-    rng = np.random.default_rng(1)
-    for round_ in range(30):
-        grain = (1, 512, 4096)[round_ % 3]
-        n = int(rng.integers(0, 60))
-        length = rng.integers(0, (30_000, 2 << 20)[round_ % 10 == 0], n) // grain * grain
-        offset = rng.integers(0, len(content) - length + 1) // grain * grain
-        gap = rng.integers(0, 3, n) * max(grain, 7)
-        at = np.cumsum(length + gap) - length
-        dest = aligned_empty(int((length + gap).sum()) + 5)
-        dest[:] = 0xA5
-        expected = dest.copy()
-        for start, count, to in zip(offset, length, at, strict=True):
-            expected[to : to + count] = content[start : start + count]
-        await engine.read(ReadBatch(offset, length, dest, at))
-        np.testing.assert_array_equal(dest, expected)
-
-
-async def test_batches_at_the_same_time(opened: Opener, tmp_path: Path) -> None:
-    content = random_file(tmp_path / "f", 4 << 20)
-    engine = await opened(tmp_path / "f")
-    offsets = [i * 37 * 512 for i in range(100)]
-    dests = [aligned_empty(100_000 + i) for i in range(100)]
-    await asyncio.gather(*(engine.read(one_read(o, d)) for o, d in zip(offsets, dests, strict=True)))
-    for offset, dest in zip(offsets, dests, strict=True):
-        np.testing.assert_array_equal(dest, content[offset : offset + len(dest)])
-
-
-async def test_aligned_reads_need_no_scratch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["uring", "threads"])
+async def test_aligned_reads_need_no_scratch(tmp_path: Path, name: str) -> None:
     content = random_file(tmp_path / "f", 1 << 20)
-    engine = await _direct_4096(tmp_path / "f")
+    engine = open_native(name, [str(tmp_path / "f")], 4096, "asked for")
     dest = aligned_empty(1 << 20)
     await engine.read(one_read(0, dest))
-    assert engine.scratch_reads == 0
+    assert engine.stats.scratch_reads == 0
     await engine.read(one_read(512, dest[:512]))
-    assert engine.scratch_reads == 1
+    assert engine.stats.scratch_reads == 1
     np.testing.assert_array_equal(dest[:512], content[512:1024])
+    assert engine.stats.bytes_read == (1 << 20) + 4096
     await engine.close()
 
 
-async def test_cancelled_read_keeps_its_destination_alive(opened: Opener, tmp_path: Path) -> None:
-    content = random_file(tmp_path / "f", 8 << 20)
-    engine = await opened(tmp_path / "f")
-    dest = aligned_empty(8 << 20)
-    alive = weakref.ref(dest)
-    task = asyncio.create_task(engine.read(one_read(0, dest)))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert alive() is not None
-    await engine.close()
-    # What was read is right, what was dropped is untouched.
-    for start in range(0, 8 << 20, pieces.PIECE_BYTES):
-        part = dest[start : start + pieces.PIECE_BYTES]
-        assert not part.any() or (part == content[start : start + pieces.PIECE_BYTES]).all()
-    del dest, part, task
-    gc.collect()
-    assert alive() is None
-
-
-async def test_close_waits_and_frees_everything(opened: Opener, tmp_path: Path) -> None:
-    content = random_file(tmp_path / "f", 8 << 20)
-    before = len(os.listdir("/proc/self/fd"))
-    engine = await opened(tmp_path / "f")
-    dests = [aligned_empty(8 << 20) for _ in range(3)]
-    tasks = [asyncio.create_task(engine.read(one_read(0, dest))) for dest in dests]
-    await asyncio.sleep(0)
-    await asyncio.gather(engine.close(), engine.close())
-    await engine.close()
-    await asyncio.gather(*tasks)
-    for dest in dests:
-        np.testing.assert_array_equal(dest, content)
-    assert len(os.listdir("/proc/self/fd")) == before
-    with pytest.raises(ValueError, match="closed"):
-        await engine.read(one_read(0, dests[0]))
-
-
-async def test_missing_file(opened: Opener, tmp_path: Path) -> None:
-    with pytest.raises(DiskReadError, match=r"nothing: cannot be opened.*No such file"):
-        await opened(tmp_path / "nothing")
-
-
-async def test_a_device_error_names_file_and_offset() -> None:
+@pytest.mark.parametrize("name", ["uring", "threads", "buffered"])
+async def test_a_device_error_names_file_and_offset(name: str) -> None:
     """Reading memory that is not mapped fails with EIO: a real one, twice."""
-    engine = await BufferedEngine.open("/proc/self/mem")
-    with pytest.raises(DiskReadError, match=r"/proc/self/mem: reading 100 bytes at offset 4096.*error"):
-        await engine.read(one_read(4096, aligned_empty(100)))
+    path = "/proc/self/mem"
+    engine: ReadEngine
+    if name == "buffered":
+        engine = BufferedEngine([path])
+    else:
+        engine = open_native(name, [path], 4096, "asked for", flags=0)
+    with pytest.raises(
+        DiskReadError, match=r"/proc/self/mem: reading \d+ bytes at offset 4096.*error"
+    ) as caught:
+        await engine.read(one_read(4096, aligned_empty(4096)))
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.EIO
+    if name != "buffered":
+        assert engine.stats.retried == 1
     await engine.close()
 
 
-async def test_eio_is_retried_once(opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_buffered_retries_eio_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = random_file(tmp_path / "f", 100_000)
-    engine = await opened(tmp_path / "f")
+    engine = await open_engine(tmp_path / "f", "buffered")
     failures = [OSError(errno.EIO, "Input/output error")]
     real = os.preadv
 
@@ -187,7 +129,7 @@ async def test_eio_is_retried_once(opened: Opener, tmp_path: Path, monkeypatch: 
             raise failures.pop()
         return real(fd, buffers, offset)
 
-    monkeypatch.setattr(pieces.os, "preadv", flaky)
+    monkeypatch.setattr(blocking.os, "preadv", flaky)
     dest = aligned_empty(100_000)
     await engine.read(one_read(0, dest))
     np.testing.assert_array_equal(dest, content)
@@ -198,37 +140,37 @@ async def test_eio_is_retried_once(opened: Opener, tmp_path: Path, monkeypatch: 
     with pytest.raises(DiskReadError, match="Invalid argument"):
         await engine.read(one_read(0, aligned_empty(3000)))
     await engine.read(one_read(0, dest))
+    await engine.close()
 
 
-async def test_short_reads_are_continued(
-    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_buffered_continues_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels may deliver less than was asked for, at any byte."""
     content = random_file(tmp_path / "f", 200_000)
-    engine = await opened(tmp_path / "f")
+    engine = await open_engine(tmp_path / "f", "buffered")
     rng = np.random.default_rng(0)
     real = os.preadv
 
     def short(fd: int, buffers: tuple[memoryview], offset: int) -> int:
-        got = real(fd, buffers, offset)
-        # More than an alignment at a time: less could never move an O_DIRECT read on.
-        return min(got, int(rng.integers(4097, 20_000)))
+        return real(fd, (buffers[0][: int(rng.integers(1, 20_000))],), offset)
 
-    monkeypatch.setattr(pieces.os, "preadv", short)
+    monkeypatch.setattr(blocking.os, "preadv", short)
     for offset, length in [(0, 200_000), (512, 100_352), (3, 150_001)]:
         dest = aligned_empty(length)
         await engine.read(one_read(offset, dest))
         np.testing.assert_array_equal(dest, content[offset : offset + length])
+    assert engine.stats.continued > 10
     with pytest.raises(BundleCorruptError, match="ends at byte 200000"):
         await engine.read(one_read(0, aligned_empty(200_001)))
+    await engine.close()
 
 
-def test_a_loop_that_ends_with_reads_in_flight(tmp_path: Path) -> None:
-    """Nobody closed the engine: no hang, no exception in a thread."""
+@pytest.mark.parametrize("name", ["uring", "threads", "buffered"])
+def test_a_loop_that_ends_with_reads_in_flight(tmp_path: Path, name: str) -> None:
+    """Nobody closed the engine: no hang, no exception in a thread, no write into freed memory."""
     random_file(tmp_path / "f", 8 << 20)
 
     async def leave() -> None:
-        engine = await _direct(tmp_path / "f")
+        engine = await open_engine(tmp_path / "f", name)
         task = asyncio.create_task(engine.read(one_read(0, aligned_empty(8 << 20))))
         await asyncio.sleep(0)
         await asyncio.sleep(0)

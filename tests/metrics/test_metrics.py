@@ -66,6 +66,24 @@ def test_counters_move_by_what_was_asked(served: Daemon) -> None:
     assert value(after, rejected, f"{rejected}_total", code="invalid_value") == 1
 
 
+def test_reads_rows_and_their_checks_are_counted(tiny: Tiny, tmp_path: Path) -> None:
+    names = ("reads", "read_bytes", "delivered_bytes", "rows", "checked_rows", "check_seconds")
+    with serving(tiny("opt")[1], tmp_path, "--verify", "reads") as daemon:
+        with daemon.http() as http:
+            body = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
+            assert http.post("/v1/completions", json=body).status_code == 200
+        families = scrape(daemon)
+    flash = {name: value(families, f"flashd_flash_{name}", f"flashd_flash_{name}_total") for name in names}
+    # Ten steps through all rows of three layers; the four buffers hold what comes after them.
+    assert 10 * 3 * 200 <= flash["checked_rows"] <= (10 * 3 + 4) * 200
+    assert flash["checked_rows"] == flash["rows"]
+    assert 0 < flash["check_seconds"] < 10
+    assert flash["reads"] >= 10 * 3
+    assert flash["read_bytes"] >= flash["delivered_bytes"] >= 10 * 3 * 200 * 512
+    for name in ("mismatched_rows", "mismatch_rereads", "read_errors", "continued_reads", "retried_reads"):
+        assert value(families, f"flashd_flash_{name}", f"flashd_flash_{name}_total") == 0
+
+
 def test_the_costs_add_up_to_the_step(served: Daemon) -> None:
     with served.http() as http:
         body = {"prompt": [5, 6, 7], "max_tokens": 60, "ignore_eos": True}

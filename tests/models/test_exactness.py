@@ -51,7 +51,7 @@ async def generate(runtime: Runtime, prompt: list[int], n_new: int) -> list[int]
     return out
 
 
-@pytest.mark.parametrize("backend", ["direct", "memory"])
+@pytest.mark.parametrize("backend", ["uring", "memory"])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 async def test_greedy_tokens_equal_transformers(tiny: Tiny, kind: str, backend: str) -> None:
     model, bundle = tiny(kind)

@@ -83,7 +83,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     simple = StreamingFFN(whole, lane, "silu", biases, biases)
     expected = [await simple.apply(layer, x) for layer in range(LAYERS)]
     await simple.close()
-    store = _Watched(await open_store(made.directory, made.manifest, "direct"))
+    store = _Watched(await open_store(made.directory, made.manifest, "uring"))
     source = StreamingFFN(store, lane, "silu", biases, biases, **RING)
     assert source.slice_rows == 128
     yield Setup(made, store, lane, source, expected, x)
@@ -261,7 +261,7 @@ async def test_the_stride_of_the_mount_does_not_show(setup: Setup, tmp_path: Pat
     """A bundle padded to 4096 has the same slices, and the same bits, as one padded to 512."""
     made = make_bundle(tmp_path / "padded", SPEC, align_bytes=4096)
     assert made.manifest.ffn.stride_bytes == 4096
-    store = await open_store(made.directory, made.manifest, "direct")
+    store = await open_store(made.directory, made.manifest, "uring")
     up, gate = setup.source._up_bias, setup.source._gate_bias
     source = StreamingFFN(store, setup.lane, "silu", up, gate, **RING)
     assert source.slice_rows == setup.source.slice_rows

@@ -251,7 +251,7 @@ def test_junk_among_the_records_does_not_disturb_ps(bundle: Path, tmp_path: Path
         (1, ["--model", "BUNDLE", "--socket", "x" * 120], "give a shorter --socket"),
         (1, ["--model", "BUNDLE", "--socket", "/nowhere/f.sock"], "no such directory"),
         (2, ["--model", "BUNDLE", "--max-sessions", "17"], "expected 1 to 16"),
-        (2, ["--model", "BUNDLE", "--backend", "tape"], "expected one of: auto, direct"),
+        (2, ["--model", "BUNDLE", "--backend", "tape"], "expected one of: auto, uring"),
         (2, ["--model", "BUNDLE", "--threads", "many"], "--threads"),
         (2, ["--modle", "BUNDLE"], "No such option: --modle"),
     ],

@@ -143,11 +143,11 @@ def test_damaged_resident_file(bundle: MadeBundle, content: bytes, said: str) ->
 
 
 async def test_unknown_backend_lists_the_known(bundle: MadeBundle) -> None:
-    with pytest.raises(ConfigError, match="'uring'; known: auto, direct, buffered, memory"):
-        await open_store(bundle.directory, bundle.manifest, "uring")
+    with pytest.raises(ConfigError, match="'tape'; known: auto, uring, threads, buffered, memory"):
+        await open_store(bundle.directory, bundle.manifest, "tape")
 
 
 async def test_auto_is_direct_here(bundle: MadeBundle) -> None:
     store = await open_store(bundle.directory, bundle.manifest)
-    assert store.name == "file/direct"
+    assert store.name == "file/uring"
     await store.close()

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flashd.disk.threads import ThreadsEngine
-from flashd.layout.manifest import BUNDLE, ZARR
+from flashd.disk.native_engine import open_native
+from flashd.layout.manifest import BUNDLE
 from flashd.store.bundle_file import BundleFileStore
 from flashd.store.checked import CheckedStore
 from flashd.store.in_memory import InMemoryStore
@@ -39,9 +39,9 @@ class _Opened(WeightStoreTests):
         return [bundle.directory / BUNDLE]
 
 
-class TestFileDirect(_Opened):
-    backend = "direct"
-    expected_name = "file/direct"
+class TestFileUring(_Opened):
+    backend = "uring"
+    expected_name = "file/uring"
 
     async def test_unmetered(self, made: MadeStore) -> None:
         assert isinstance(made.store, MeteredStore)
@@ -49,19 +49,14 @@ class TestFileDirect(_Opened):
         assert made.store.inner.engine.direct
 
 
+class TestFileThreads(_Opened):
+    backend = "threads"
+    expected_name = "file/threads"
+
+
 class TestFileBuffered(_Opened):
     backend = "buffered"
     expected_name = "file/buffered"
-
-
-class TestZarr(_Opened):
-    backend = "auto"
-    kind: StoreKind = "zarr"
-    expected_name = "zarr"
-
-    def files(self, bundle: MadeBundle) -> list[Path]:
-        chunks = (bundle.directory / ZARR / "layers").glob("*/c/*/*")
-        return sorted(path for path in chunks if path.is_file())
 
 
 class TestInMemory(_Opened):
@@ -78,7 +73,7 @@ class TestChecked(WeightStoreTests):
     @pytest.fixture
     async def made(self, tmp_path: Path) -> AsyncIterator[MadeStore]:
         bundle = make_bundle(tmp_path / "bundle", self.spec)
-        store = await open_store(bundle.directory, bundle.manifest, check_rows=True)
+        store = await open_store(bundle.directory, bundle.manifest, verify="auto")
         assert isinstance(store.inner, CheckedStore)
         yield MadeStore(store, bundle.rows, [bundle.directory / BUNDLE])
         await store.close()
@@ -104,7 +99,7 @@ class TestFileOnCoarserDevice(WeightStoreTests):
         bundle = make_bundle(tmp_path / "bundle", replace(self.spec, d_model=60))
         assert bundle.manifest.ffn.stride_bytes % 4096
         path = bundle.directory / BUNDLE
-        engine = ThreadsEngine(str(path), 4096)
+        engine = open_native("uring", [str(path)], 4096, "asked for")
         store = BundleFileStore(engine, bundle.manifest.ffn, bundle.manifest.layer_offset_bytes)
         yield MadeStore(store, bundle.rows, [path])
         await store.close()
@@ -112,4 +107,4 @@ class TestFileOnCoarserDevice(WeightStoreTests):
     async def test_scratch_is_counted(self, made: MadeStore) -> None:
         await self.test_every_layer_whole(made)
         assert isinstance(made.store, BundleFileStore)
-        assert made.store.engine.scratch_reads > 0
+        assert made.store.engine.stats.scratch_reads > 0

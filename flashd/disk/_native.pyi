@@ -1,0 +1,50 @@
+"""Types of the native read engines; ``native_engine.py`` documents them."""
+
+import numpy as np
+import numpy.typing as npt
+
+from flashd.types import I64Array, U8Array
+
+class Core:
+    def submit(
+        self,
+        file: I64Array,
+        offset: I64Array,
+        first: I64Array,
+        length: I64Array,
+        at: I64Array,
+        direct: npt.NDArray[np.bool_],
+        dest: U8Array,
+        prefetch: bool,
+    ) -> int: ...
+    def cancel(self, batch: int) -> None: ...
+    def completed(self) -> list[tuple[int, str, int, int, int, int]]: ...
+    def fileno(self) -> int: ...
+    def set_file(self, index: int, fd: int) -> None: ...
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+
+class Uring(Core):
+    def __init__(self, alignment: int, n_files: int, scratch_bytes: int, depth: int) -> None: ...
+    def register_memory(self, memory: U8Array) -> int: ...
+    def unregister_memory(self, memory: U8Array) -> int: ...
+    def features(self) -> str: ...
+
+class Threads(Core):
+    def __init__(self, alignment: int, n_files: int, scratch_bytes: int, depth: int) -> None: ...
+
+class Fake(Core):
+    def __init__(
+        self,
+        alignment: int,
+        content: U8Array,
+        scratch_bytes: int,
+        depth: int,
+        seed: int,
+        short_share: float,
+        eio_share: float,
+        einval_first: int,
+        latency_us: int,
+        reorder: bool,
+    ) -> None: ...
+    def max_in_flight(self) -> int: ...

@@ -1,0 +1,155 @@
+// What the native engines share: batches waiting, reads in flight, and what becomes of a read's result.
+//
+//   submit -> [demand queue]   -> take -> executor (io_uring, threads, fake) -> complete -> done, eventfd
+//             [prefetch queue]             ^--- again: short, or EIO once <-------'
+//
+// An executor takes reads while it has room, so its queue stays full across batches; a demand batch
+// goes before every prefetch that is not taken yet.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <sys/uio.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <unordered_map>
+#include <vector>
+
+namespace flashd::disk {
+
+namespace nb = nanobind;
+
+constexpr int64_t kSkip = -1;
+
+// How a batch ended.
+enum class End { ok, failed, truncated, dropped };
+
+// One batch: pointers into the caller's arrays, which `owners` keeps alive.
+struct Batch {
+    uint64_t id = 0;
+    bool prefetch = false;
+    int64_t count = 0;  // pieces
+    const int64_t* file = nullptr;
+    const int64_t* offset = nullptr;
+    const int64_t* first = nullptr;   // [count + 1]
+    const int64_t* length = nullptr;  // of each place
+    const int64_t* at = nullptr;      // of each place: offset in dest, or kSkip
+    const uint8_t* direct = nullptr;
+    uint8_t* dest = nullptr;
+    nb::object owners;
+
+    int64_t next = 0;         // first piece that was not taken yet
+    int64_t outstanding = 0;  // taken, not finished
+    bool stopped = false;     // cancelled or failed: what is left is dropped
+    End end = End::ok;
+    int error = 0;
+    int64_t error_file = 0, error_offset = 0, error_length = 0;
+};
+
+// One read on its way. Bytes before `resume` have arrived.
+struct Op {
+    Batch* batch = nullptr;
+    int64_t piece = 0;
+    int64_t offset = 0;   // in the file
+    int64_t length = 0;   // to ask for
+    int64_t need = 0;     // that must arrive; less than `length` where scratch reaches behind the end
+    int64_t reached = 0;  // how far it came
+    int64_t resume = 0;   // `reached`, rounded down to the alignment
+    int64_t lead = 0;     // scratch: bytes before the first that is wanted
+    uint8_t* scratch = nullptr;
+    bool retried = false;
+    int slot = -1;  // registered memory that it reads into
+    std::vector<iovec> iov;
+};
+
+struct Stats {
+    int64_t reads = 0, bytes_read = 0, scratch_reads = 0, registered_reads = 0;
+    int64_t continued = 0, retried = 0, dropped = 0;
+};
+
+// What `completed` tells of a batch.
+struct Done {
+    uint64_t id;
+    End end;
+    int error;
+    int64_t file, offset, length;
+};
+
+class Core {
+public:
+    Core(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int max_scratch);
+    virtual ~Core();
+    Core(const Core&) = delete;
+    Core& operator=(const Core&) = delete;
+
+    // From Python, with the GIL.
+    uint64_t submit(std::unique_ptr<Batch> batch);
+    void cancel(uint64_t id);
+    std::vector<Done> completed();
+    int event_fd() const { return event_fd_; }
+    int64_t n_files() const { return static_cast<int64_t>(fds_.size()); }
+    // The longest piece that goes through scratch.
+    int64_t scratch_limit() const { return scratch_bytes_ - 2 * alignment_; }
+    virtual void set_file(int64_t index, int fd);
+    Stats stats();
+    // Ends the executor: what is in flight is waited for, the rest dropped. Releases the GIL.
+    void close();
+
+protected:
+    // For executors. `mutex_` is held in all of them.
+    Op* take();
+    void complete(Op* op, int64_t result);  // bytes, or -errno
+    bool waiting() const { return !queue_[0].empty() || !queue_[1].empty() || !again_.empty(); }
+    // Where the rest of a read goes: into op->iov.
+    void fill_iov(Op* op);
+
+    virtual void wake() = 0;  // there is something to take, or `closing_`
+    virtual void join() = 0;  // without the GIL and the mutex
+
+    std::mutex mutex_;
+    bool closing_ = false;
+    const int64_t alignment_;
+    std::vector<int> fds_;
+    Stats stats_;
+
+private:
+    Op* make(Batch* batch);
+    bool needs_scratch(const Batch& batch) const;
+    void finish(Op* op);
+    void fail(Op* op, End end, int error);
+    void drop_rest(Batch* batch);
+    void end_if_done(Batch* batch);
+    void copy_out(const Op& op);
+
+    std::deque<Batch*> queue_[2];  // demand, prefetch
+    std::deque<Op*> again_;
+    std::unordered_map<uint64_t, std::unique_ptr<Batch>> batches_;
+    std::vector<std::unique_ptr<Batch>> done_;
+    std::vector<std::unique_ptr<Op>> ops_;
+    std::vector<Op*> free_ops_;
+    std::vector<uint8_t*> free_scratch_;
+    int n_scratch_ = 0;
+    const int64_t scratch_bytes_;
+    const int max_scratch_;
+    uint8_t* trash_ = nullptr;
+    uint64_t next_id_ = 1;
+    int event_fd_ = -1;
+    bool joined_ = false;
+};
+
+// Blocks all signals in a thread that is about to start, names it, and puts the caller's mask back.
+class QuietStart {
+public:
+    QuietStart();
+    ~QuietStart();
+
+private:
+    unsigned char old_[128];
+};
+
+void name_thread(const char* name);
+
+}  // namespace flashd::disk

@@ -1,0 +1,101 @@
+#include "fake.hpp"
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+namespace flashd::disk {
+
+Fake::Fake(int64_t alignment, const uint8_t* content, int64_t size, nb::object owner, int64_t scratch_bytes,
+           int depth, const Faults& faults)
+    : Core(alignment, 1, scratch_bytes, std::min(depth, 32)),
+      content_(content),
+      size_(size),
+      owner_(std::move(owner)),
+      depth_(depth),
+      faults_(faults),
+      random_(faults.seed) {
+    const QuietStart quiet;
+    thread_ = std::thread([this] { run(); });
+}
+
+Fake::~Fake() { close(); }
+
+int Fake::max_in_flight() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return max_in_flight_;
+}
+
+void Fake::wake() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    work_.notify_all();
+}
+
+void Fake::join() {
+    if (thread_.joinable()) thread_.join();
+}
+
+void Fake::run() {
+    name_thread("flashd-fake");
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+        while (static_cast<int>(in_flight_.size()) < depth_) {
+            Op* op = take();
+            if (!op) break;
+            in_flight_.push_back(op);
+        }
+        max_in_flight_ = std::max(max_in_flight_, static_cast<int>(in_flight_.size()));
+        if (in_flight_.empty()) {
+            if (closing_ && !waiting()) return;
+            work_.wait(lock);
+            continue;
+        }
+        const size_t which = faults_.reorder ? random_() % in_flight_.size() : 0;
+        Op* op = in_flight_[which];
+        in_flight_.erase(in_flight_.begin() + static_cast<std::ptrdiff_t>(which));
+        if (faults_.latency_us > 0) {
+            const auto pause = std::chrono::microseconds(random_() % static_cast<uint64_t>(faults_.latency_us + 1));
+            lock.unlock();
+            std::this_thread::sleep_for(pause);
+            lock.lock();
+        }
+        fill_iov(op);
+        lock.unlock();
+        const int64_t result = serve(*op);
+        lock.lock();
+        complete(op, result);
+    }
+}
+
+// What a file with O_DIRECT would answer.
+int64_t Fake::serve(const Op& op) {
+    const int64_t from = op.offset + op.resume;
+    if (faults_.einval_first > 0) {
+        --faults_.einval_first;
+        return -EINVAL;
+    }
+    int64_t length = 0;
+    for (const iovec& place : op.iov) {
+        const auto address = reinterpret_cast<uintptr_t>(place.iov_base);
+        if ((address | place.iov_len | static_cast<uint64_t>(from)) & static_cast<uint64_t>(alignment_ - 1))
+            return -EINVAL;
+        length += static_cast<int64_t>(place.iov_len);
+    }
+    if (chance() < faults_.eio_share) return -EIO;
+    int64_t got = std::clamp<int64_t>(size_ - from, 0, length);
+    if (got == length && length > alignment_ && chance() < faults_.short_share) {
+        const auto blocks = static_cast<uint64_t>((length - 1) / alignment_);
+        got = static_cast<int64_t>(1 + random_() % blocks) * alignment_;
+    }
+    int64_t done = 0;
+    for (const iovec& place : op.iov) {
+        const int64_t some = std::min(got - done, static_cast<int64_t>(place.iov_len));
+        if (some <= 0) break;
+        std::memcpy(place.iov_base, content_ + from + done, static_cast<size_t>(some));
+        done += some;
+    }
+    return got;
+}
+
+}  // namespace flashd::disk

@@ -1,0 +1,50 @@
+// A device made of memory that misbehaves on purpose: what the code around it does with late, short,
+// reordered and failing reads is the code of the real engines.
+#pragma once
+
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "core.hpp"
+
+namespace flashd::disk {
+
+struct Faults {
+    uint64_t seed = 0;
+    double short_share = 0;    // reads that deliver less than asked for
+    double eio_share = 0;      // reads that fail with EIO
+    int einval_first = 0;      // so many reads fail with EINVAL before the first that works
+    int64_t latency_us = 0;    // at most; each read takes some random part of it
+    bool reorder = true;       // of the reads in flight any may end next
+};
+
+class Fake final : public Core {
+public:
+    Fake(int64_t alignment, const uint8_t* content, int64_t size, nb::object owner, int64_t scratch_bytes,
+         int depth, const Faults& faults);
+    ~Fake() override;
+    int max_in_flight();
+
+protected:
+    void wake() override;
+    void join() override;
+
+private:
+    void run();
+    int64_t serve(const Op& op);
+    double chance() { return std::uniform_real_distribution<>(0, 1)(random_); }
+
+    const uint8_t* content_;
+    const int64_t size_;
+    nb::object owner_;
+    const int depth_;
+    Faults faults_;
+    std::mt19937_64 random_;
+    std::vector<Op*> in_flight_;
+    int max_in_flight_ = 0;
+    std::condition_variable work_;
+    std::thread thread_;
+};
+
+}  // namespace flashd::disk

@@ -1,0 +1,140 @@
+// flashd.disk._native: read engines; flashd/disk/native_engine.py documents and wraps them.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <stdexcept>
+#include <string>
+#include <system_error>
+
+#include "fake.hpp"
+#include "threads.hpp"
+#include "uring.hpp"
+
+namespace flashd::disk {
+namespace {
+
+using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+constexpr int64_t kMaxPiece = int64_t{1} << 30;  // the kernel's own limit is just below 2 GiB
+
+int64_t size_of(const Ints& array) { return static_cast<int64_t>(array.shape(0)); }
+
+// What pieces.py promises is checked again: a mistake there must not become a write into foreign memory.
+void check(const Core& core, const Ints& file, const Ints& offset, const Ints& first, const Ints& length,
+           const Ints& at, const Flags& direct, const Bytes& dest) {
+    const int64_t n = size_of(offset), m = size_of(length), room = static_cast<int64_t>(dest.shape(0));
+    if (n < 1 || size_of(file) != n || size_of(first) != n + 1 || static_cast<int64_t>(direct.shape(0)) != n ||
+        size_of(at) != m)
+        throw std::invalid_argument("submit: arrays of different length, or no piece");
+    if (first(0) != 0 || first(n) != m) throw std::invalid_argument("submit: first does not cover the places");
+    for (int64_t p = 0; p < m; ++p)
+        if (length(p) < 1 || length(p) > kMaxPiece || at(p) < kSkip ||
+            (at(p) != kSkip && at(p) > room - length(p)))
+            throw std::invalid_argument("submit: a piece leaves its destination");
+    for (int64_t i = 0; i < n; ++i) {
+        if (first(i + 1) <= first(i) || offset(i) < 0 || file(i) < 0 || file(i) >= core.n_files())
+            throw std::invalid_argument("submit: a piece without places, or of no file");
+        int64_t bytes = 0;
+        for (int64_t p = first(i); p < first(i + 1); ++p) bytes += length(p);
+        if (bytes > (direct(i) ? kMaxPiece : core.scratch_limit()))
+            throw std::invalid_argument("submit: a piece is too long");
+    }
+}
+
+uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Ints at,
+                Flags direct, Bytes dest, bool prefetch) {
+    check(core, file, offset, first, length, at, direct, dest);
+    auto batch = std::make_unique<Batch>();
+    batch->prefetch = prefetch;
+    batch->count = size_of(offset);
+    batch->file = file.data();
+    batch->offset = offset.data();
+    batch->first = first.data();
+    batch->length = length.data();
+    batch->at = at.data();
+    batch->direct = reinterpret_cast<const uint8_t*>(direct.data());
+    batch->dest = dest.data();
+    batch->owners = nb::make_tuple(file, offset, first, length, at, direct, dest);
+    return core.submit(std::move(batch));
+}
+
+nb::list completed(Core& core) {
+    nb::list result;
+    for (const Done& done : core.completed()) {
+        const char* end = done.end == End::failed      ? "failed"
+                          : done.end == End::truncated ? "truncated"
+                          : done.end == End::dropped   ? "dropped"
+                                                       : "ok";
+        result.append(nb::make_tuple(done.id, end, done.error, done.file, done.offset, done.length));
+    }
+    return result;
+}
+
+nb::dict stats(Core& core) {
+    const Stats s = core.stats();
+    nb::dict result;
+    result["reads"] = s.reads;
+    result["bytes_read"] = s.bytes_read;
+    result["scratch_reads"] = s.scratch_reads;
+    result["registered_reads"] = s.registered_reads;
+    result["continued"] = s.continued;
+    result["retried"] = s.retried;
+    result["dropped"] = s.dropped;
+    return result;
+}
+
+}  // namespace
+}  // namespace flashd::disk
+
+NB_MODULE(_native, module) {
+    using namespace flashd::disk;
+    using nb::arg;
+    // An engine that nobody closed before the interpreter ends is no error: its owner may be frozen
+    // (gc.freeze), and the process takes the ring with it.
+    nb::set_leak_warnings(false);
+    module.doc() = "Native read engines; flashd.disk.native_engine documents them.";
+    nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+        try {
+            std::rethrow_exception(p);
+        } catch (const std::system_error& error) {
+            PyErr_SetObject(PyExc_OSError, nb::make_tuple(error.code().value(), error.code().message()).ptr());
+        }
+    });
+
+    nb::class_<Core>(module, "Core")
+        .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
+             arg("at"), arg("direct"), arg("dest"), arg("prefetch"))
+        .def("cancel", &Core::cancel, arg("batch"))
+        .def("completed", &completed)
+        .def("fileno", &Core::event_fd)
+        .def("set_file", &Core::set_file, arg("index"), arg("fd"))
+        .def("stats", &stats)
+        .def("close", &Core::close);
+    nb::class_<Uring, Core>(module, "Uring")
+        .def(nb::init<int64_t, int64_t, int64_t, int>(), arg("alignment"), arg("n_files"), arg("scratch_bytes"),
+             arg("depth"))
+        .def("register_memory",
+             [](Uring& self, Bytes memory) { return self.register_memory(memory.data(), memory.shape(0)); })
+        .def("unregister_memory",
+             [](Uring& self, Bytes memory) { return self.unregister_memory(memory.data(), memory.shape(0)); })
+        .def("features", &Uring::features);
+    nb::class_<Threads, Core>(module, "Threads")
+        .def(nb::init<int64_t, int64_t, int64_t, int>(), arg("alignment"), arg("n_files"), arg("scratch_bytes"),
+             arg("depth"));
+    nb::class_<Fake, Core>(module, "Fake")
+        .def(
+            "__init__",
+            [](Fake* self, int64_t alignment, ConstBytes content, int64_t scratch_bytes, int depth, uint64_t seed,
+               double short_share, double eio_share, int einval_first, int64_t latency_us, bool reorder) {
+                new (self) Fake(alignment, content.data(), static_cast<int64_t>(content.shape(0)),
+                                nb::cast(content), scratch_bytes, depth,
+                                Faults{seed, short_share, eio_share, einval_first, latency_us, reorder});
+            },
+            arg("alignment"), arg("content"), arg("scratch_bytes"), arg("depth"), arg("seed"), arg("short_share"),
+            arg("eio_share"), arg("einval_first"), arg("latency_us"), arg("reorder"))
+        .def("max_in_flight", &Fake::max_in_flight);
+}

@@ -1,0 +1,59 @@
+#include "threads.hpp"
+
+#include <sys/uio.h>
+
+#include <cerrno>
+#include <system_error>
+
+namespace flashd::disk {
+
+Threads::Threads(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int n_threads)
+    : Core(alignment, n_files, scratch_bytes, n_threads), n_threads_(n_threads) {}
+
+Threads::~Threads() { close(); }
+
+void Threads::wake() {
+    // Threads start with the first batch: a tool that only opens a file needs none.
+    std::lock_guard<std::mutex> lock(mutex_);
+    const QuietStart quiet;
+    while (!closing_ && static_cast<int>(threads_.size()) < n_threads_) {
+        try {
+            threads_.emplace_back([this] { work(); });
+        } catch (const std::system_error&) {
+            if (threads_.empty()) throw;
+            break;  // a process limit: fewer do it too
+        }
+    }
+    work_.notify_all();
+}
+
+void Threads::join() {
+    for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+}
+
+void Threads::work() {
+    name_thread("flashd-read");
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+        Op* op = take();
+        if (!op) {
+            if (closing_ && !waiting()) return;
+            work_.wait(lock);
+            continue;
+        }
+        fill_iov(op);
+        const int fd = fds_[static_cast<size_t>(op->batch->file[op->piece])];
+        lock.unlock();
+        ssize_t got;
+        do {
+            got = preadv(fd, op->iov.data(), static_cast<int>(op->iov.size()),
+                         static_cast<off_t>(op->offset + op->resume));
+        } while (got < 0 && errno == EINTR);
+        const int64_t result = got < 0 ? -errno : got;
+        lock.lock();
+        complete(op, result);
+    }
+}
+
+}  // namespace flashd::disk

@@ -1,0 +1,229 @@
+"""Backends ``uring`` and ``threads``: O_DIRECT reads by native code, without the GIL.
+
+A batch is one call into ``_native`` and one wake-up of the event loop (an eventfd). The native side
+keeps its queue full across batches, continues short reads and retries EIO; see ``native/core.hpp``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from flashd.disk.blocking import read_failed, truncated
+from flashd.disk.engine import ReadBatch, ReadEngine
+from flashd.disk.files import FileTable
+from flashd.disk.pieces import SCRATCH_PIECE_BYTES, Pieces, plan_pieces
+from flashd.stats import ReadStats
+from flashd.types import U8Array
+
+if TYPE_CHECKING:
+    from flashd.disk._native import Core, Uring
+
+try:
+    from flashd.disk import _native
+
+    AVAILABLE = True
+except ImportError:  # FLASHD_NO_NATIVE=1 at installation
+    AVAILABLE = False
+
+# What the kernel holds at once. More helps no device here and makes a demand read wait longer.
+DEFAULT_DEPTH = {"uring": 64, "threads": 32}
+
+
+def scratch_bytes(alignment_bytes: int) -> int:
+    """Size of a scratch buffer: a piece and its aligned surroundings."""
+    return SCRATCH_PIECE_BYTES + 2 * alignment_bytes
+
+
+class NativeEngine(ReadEngine):
+    """A native core with its files, on an event loop.
+
+    Args:
+        name: the backend.
+        core: the native side; ended by ``close``.
+        paths: the files.
+        alignment_bytes: what they need.
+        depth: reads in flight.
+        reason: why this backend.
+        flags: to open the files with.
+
+    Raises:
+        DiskReadError: a file cannot be opened.
+    """
+
+    direct = True
+
+    def __init__(
+        self,
+        name: str,
+        core: Core,
+        paths: Sequence[str],
+        alignment_bytes: int,
+        depth: int,
+        reason: str,
+        flags: int = os.O_DIRECT,
+    ) -> None:
+        self.name = name
+        self.paths = tuple(paths)
+        self.alignment_bytes = alignment_bytes
+        self.depth = depth
+        self.reason = reason
+        self._core = core
+        self._waiting: dict[int, tuple[asyncio.Future[None], list[int]]] = {}
+        self._entering = 0  # reads that wait for their files to be opened
+        self._idle = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closing: asyncio.Future[None] | None = None
+        try:
+            self._files = FileTable(paths, flags, core.set_file)
+        except BaseException:
+            core.close()
+            raise
+
+    @property
+    def stats(self) -> ReadStats:
+        """See ``ReadEngine.stats``."""
+        return ReadStats(**self._core.stats())
+
+    async def read(self, batch: ReadBatch, *, prefetch: bool = False) -> None:
+        """See ``ReadEngine.read``."""
+        if self._closing is not None:
+            raise ValueError(f"{self.paths[0]}: the read engine is closed")
+        pieces = plan_pieces(batch, self.alignment_bytes)
+        if not len(pieces):
+            return
+        self._entering += 1
+        try:
+            files = await self._files.hold(pieces.file)
+            number, future = self._submit(batch, pieces, files, prefetch)
+        finally:
+            self._entering -= 1
+            self._settle()
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._core.cancel(number)
+            raise
+
+    def _submit(
+        self, batch: ReadBatch, pieces: Pieces, files: list[int], prefetch: bool
+    ) -> tuple[int, asyncio.Future[None]]:
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()
+            self._loop.add_reader(self._core.fileno(), self._completed)
+        try:
+            number = self._core.submit(
+                pieces.file,
+                pieces.offset_bytes,
+                pieces.first,
+                pieces.length_bytes,
+                pieces.dest_offset_bytes,
+                pieces.direct,
+                batch.dest,
+                prefetch,
+            )
+        except BaseException:
+            self._files.release(files)
+            raise
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._waiting[number] = (future, files)
+        return number, future
+
+    def _completed(self) -> None:
+        """The eventfd says that batches have ended."""
+        for number, end, error, file, offset, length in self._core.completed():
+            future, files = self._waiting.pop(number)
+            self._files.release(files)
+            if future.done():  # cancelled
+                continue
+            if end == "ok":
+                future.set_result(None)
+            elif end == "dropped":
+                future.cancel()
+            else:
+                future.set_exception(self._error(self.paths[file], offset, length, error))
+        self._settle()
+
+    def _error(self, path: str, offset: int, length: int, error: int) -> Exception:
+        """What went wrong with one read; ``error`` is 0 where the file ended."""
+        if error:
+            failed = read_failed(path, length, offset, os.strerror(error))
+            failed.__cause__ = OSError(error, os.strerror(error))
+            return failed
+        size = os.stat(path).st_size if os.path.exists(path) else offset
+        if size >= offset + length:
+            return read_failed(path, length, offset, f"nothing came, though the file has {size} bytes")
+        return truncated(path, size, offset + length)
+
+    def _settle(self) -> None:
+        if not self._waiting and not self._entering:
+            self._idle.set()
+
+    async def close(self) -> None:
+        """See ``ReadEngine.close``."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._idle.clear()
+        self._settle()
+        await self._idle.wait()
+        if self._loop is not None:
+            self._loop.remove_reader(self._core.fileno())
+        self._core.close()
+        self._files.close()
+
+
+class UringEngine(NativeEngine):
+    """The native engine on a ring, which can register memory."""
+
+    _core: Uring
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._registered: dict[int, U8Array] = {}
+
+    def register(self, memory: U8Array) -> str:
+        """See ``ReadEngine.register``. At most 1 GiB at once."""
+        error = self._core.register_memory(memory)
+        if not error:
+            # Else the address might be given to somebody else, and reads into that go astray.
+            self._registered[memory.ctypes.data] = memory
+        if error in (errno.ENOMEM, errno.EPERM):
+            return f"the limit of locked memory (ulimit -l) does not allow {memory.nbytes} bytes"
+        return os.strerror(error) if error else ""
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``ReadEngine.unregister``."""
+        error = self._core.unregister_memory(memory)
+        if error == errno.EBUSY:
+            raise ValueError("a read into this memory is in flight")
+        known = self._registered.get(memory.ctypes.data)
+        if known is not None and known.size == memory.size:
+            del self._registered[memory.ctypes.data]
+
+
+def open_native(
+    name: str,
+    paths: Sequence[str],
+    alignment_bytes: int,
+    reason: str,
+    depth: int | None = None,
+    flags: int = os.O_DIRECT,
+) -> NativeEngine:
+    """Open files with backend ``uring`` or ``threads``. Without O_DIRECT in ``flags`` they read
+    through the page cache.
+
+    Raises:
+        OSError: the kernel, a container or a limit forbids it.
+        DiskReadError: a file cannot be opened.
+    """
+    depth = DEFAULT_DEPTH[name] if depth is None else depth
+    sizes = (alignment_bytes, len(paths), scratch_bytes(alignment_bytes), depth)
+    if name == "uring":
+        return UringEngine(name, _native.Uring(*sizes), paths, alignment_bytes, depth, reason, flags)
+    return NativeEngine(name, _native.Threads(*sizes), paths, alignment_bytes, depth, reason, flags)

@@ -1,0 +1,1 @@
+"""``flashd bench``: figures of this machine beside the raw device's."""

@@ -1,0 +1,370 @@
+"""``flashd bench io``: how fast a bundle's files are read, beside fio on the same files.
+
+Throughput over read size and depth is Figure 2b of LLM in a flash. Engines and fio take turns
+within every round, and figures are medians over the rounds: whatever else the device is busy with
+meets all of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from flashd.disk.pieces import PIECE_BYTES
+from flashd.errors import ConfigError
+from flashd.prefetch.stream import RING_BUFFERS, RING_BYTES
+from flashd.tools import host
+from flashd.tools.bench.fio import Fio, FioError, FioResult
+from flashd.tools.bench.measure import MeteredLoop, Sample, measure
+from flashd.tools.bench.subjects import (
+    ENGINES,
+    Point,
+    Source,
+    Unavailable,
+    open_source,
+    prepared,
+    warm,
+)
+
+DEFAULT_DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+DEFAULT_SIZES_BYTES = (8 << 10, 16 << 10, 32 << 10)
+MAX_DEPTH = 4096
+MAX_SIZE_BYTES = 16 << 20
+# Reads in flight of the streaming path: its whole ring, in pieces as the engines cut it.
+STREAM_DEPTH = RING_BYTES // PIECE_BYTES
+# A larger difference between what was read and what the kernel counted is an error.
+_BYTES_TOLERANCE = 0.01
+# The kernel also counts what of the program itself has to be read meanwhile.
+_OTHER_READS_BYTES = 1 << 20
+
+# Told the phase, bytes done and bytes in all; or points done and points in all.
+ByteProgress = Callable[[str, int, int], None]
+PointProgress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class IoOptions:
+    """What to measure.
+
+    Attributes:
+        sizes_bytes: of random reads, beside the bundle's own row stride.
+        depths: of random reads: how many the kernel holds at once.
+        engines: some of ``ENGINES``.
+        rounds: how often; figures are medians.
+        seconds: of each measurement.
+        fio: whether to compare with fio, where it is installed.
+    """
+
+    sizes_bytes: tuple[int, ...] = DEFAULT_SIZES_BYTES
+    depths: tuple[int, ...] = DEFAULT_DEPTHS
+    engines: tuple[str, ...] = ENGINES
+    rounds: int = 5
+    seconds: float = 0.5
+    fio: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.engines:
+            if name not in ENGINES:
+                raise ConfigError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
+        limits: tuple[tuple[str, Sequence[float], float, float], ...] = (
+            ("depth", self.depths, 1, MAX_DEPTH),
+            ("size in bytes", self.sizes_bytes, 512, MAX_SIZE_BYTES),
+            ("rounds", (self.rounds,), 1, 1000),
+            ("seconds", (self.seconds,), 0.01, 3600),
+        )
+        for what, values, low, high in limits:
+            for value in values:
+                if not low <= value <= high:
+                    raise ConfigError(f"{what} is {value}, expected {low} to {high}")
+        if not self.depths or not self.engines:
+            raise ConfigError("nothing to measure: give at least one depth and one engine")
+
+
+# One short round of the bundle's own rows.
+_QUICK: dict[str, Any] = {"sizes_bytes": (), "depths": (1, 32, 128), "rounds": 1, "seconds": 0.1}
+
+
+def io_options(given: Mapping[str, Any], quick: bool, fio: bool) -> IoOptions:
+    """Options of which some are given; the others are the defaults, or those of a quick run.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+    return IoOptions(**((_QUICK if quick else {}) | dict(given)), fio=fio)
+
+
+@dataclass(frozen=True)
+class IoRow:
+    """One line of the result. ``dataclasses.asdict`` makes JSON of it.
+
+    Attributes:
+        engine: one of ``ENGINES``.
+        store: ``file`` or ``zarr``.
+        pattern: ``random`` or ``sequential``.
+        size_bytes: of each read.
+        depth: reads that the kernel holds at once.
+        gb_per_s: median, 1e9 bytes a second.
+        fio_gb_per_s: median of fio's io_uring at this size and depth on the same files, or None.
+        ratio: ``gb_per_s / fio_gb_per_s``, or None.
+        cpu_us_per_read: median; CPU time of all threads for each read.
+        fio_cpu_us_per_read: the same of fio, or None.
+        max_callback_cpu_ms: the most CPU time that one callback took on the event loop.
+        max_callback_wall_ms: the longest that one took by the clock.
+        rounds_gb_per_s, fio_rounds_gb_per_s: what the medians are of.
+        note: what one should know about the figure; often empty.
+    """
+
+    engine: str
+    store: str
+    pattern: str
+    size_bytes: int
+    depth: int
+    gb_per_s: float
+    fio_gb_per_s: float | None
+    ratio: float | None
+    cpu_us_per_read: float
+    fio_cpu_us_per_read: float | None
+    max_callback_cpu_ms: float
+    max_callback_wall_ms: float
+    rounds_gb_per_s: list[float]
+    fio_rounds_gb_per_s: list[float]
+    note: str
+
+
+@dataclass(frozen=True)
+class BytesCheck:
+    """Whether the engines read what they say, by the kernel's count.
+
+    Attributes:
+        ok: None where it cannot be known.
+        worst_percent: the largest difference of one row, of the row's bytes, less a MiB that the program
+            itself may have read; None if unknown.
+        detail: in words.
+    """
+
+    ok: bool | None
+    worst_percent: float | None
+    detail: str
+
+
+@dataclass(frozen=True)
+class IoReport:
+    """The result of ``flashd bench io``.
+
+    Attributes:
+        rows: see ``IoRow``.
+        directories: the bundles.
+        device: kernel, file system and disk; empty texts where unknown.
+        fio: its version; None if it took no part.
+        max_callback_cpu_ms: over all rows.
+        bytes_check: see ``BytesCheck``.
+        notes: what was left out, and why.
+    """
+
+    rows: list[IoRow]
+    directories: list[str]
+    device: dict[str, str]
+    fio: str | None
+    max_callback_cpu_ms: float
+    bytes_check: BytesCheck
+    notes: list[str]
+
+    def title(self) -> str:
+        """Kernel, file system and disk in one line."""
+        return ", ".join(filter(None, self.device.values()))
+
+
+@dataclass
+class _Bench:
+    """State of one run."""
+
+    options: IoOptions
+    runner: asyncio.Runner
+    fio: Fio | None
+    notes: list[str] = field(default_factory=list)
+    samples: dict[tuple[Source, Point, str], list[Sample]] = field(default_factory=dict)
+    fio_results: dict[tuple[Source, Point], list[FioResult]] = field(default_factory=dict)
+    left_out: set[tuple[Source, Point, str]] = field(default_factory=set)
+    row_notes: dict[tuple[Source, Point, str], str] = field(default_factory=dict)
+
+    def note(self, text: str) -> None:
+        """Say something once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def visit(self, source: Source, point: Point, turn: int) -> None:
+        """One measurement of a point by everybody; who begins changes from turn to turn."""
+        everybody = ["fio"] * (self.fio is not None) + list(self.options.engines)
+        start = turn % len(everybody)
+        for name in everybody[start:] + everybody[:start]:
+            key = source, point, name
+            if key in self.left_out:
+                continue
+            try:
+                if name == "fio":
+                    self._run_fio(source, point)
+                else:
+                    sample, note = self.runner.run(self._measure(source, point, name))
+                    self.samples.setdefault(key, []).append(sample)
+                    self.row_notes[key] = note
+            except Unavailable as exc:
+                if not any(left[0] is source and left[2] == name for left in self.left_out):
+                    self.note(f"{name}, {source.store} store, from {point} on: {exc}")
+                self.left_out.add(key)
+            except FioError as exc:
+                self.note(f"fio, {point}: {exc}")
+                self.left_out.add(key)
+
+    async def _measure(self, source: Source, point: Point, name: str) -> tuple[Sample, str]:
+        async with prepared(source, point, name) as subject:
+            sample = await measure(subject.work, subject.engine, self.options.seconds)
+            return sample, subject.note()
+
+    def _run_fio(self, source: Source, point: Point) -> None:
+        assert self.fio is not None
+        job = "randread" if point.pattern == "random" else "sequential"
+        result = self.fio.run(
+            job, source.folder, source.files, point.size_bytes, point.depth, self.options.seconds
+        )
+        self.fio_results.setdefault((source, point), []).append(result)
+
+
+def bench_io(
+    directories: Sequence[Path],
+    options: IoOptions,
+    warming: ByteProgress = lambda phase, done_bytes, total_bytes: None,
+    measuring: PointProgress = lambda done, total: None,
+) -> IoReport:
+    """Measure the bundles in ``directories``, one after the other at each point of a round.
+
+    Args:
+        directories: bundles, typically one model in its stores.
+        options: what to measure.
+        warming: told how far the first pass over the files is.
+        measuring: told how many points were measured, each once a round.
+
+    Raises:
+        BundleError: a directory is no bundle.
+        DiskReadError: the device failed.
+        ConfigError: nothing that was asked for can be measured.
+    """
+    sources = [open_source(directory) for directory in directories]
+    fio = Fio.find() if options.fio else None
+    with asyncio.Runner(loop_factory=MeteredLoop) as runner:
+        bench = _Bench(options, runner, fio)
+        if options.fio and fio is None:
+            bench.note("fio is not installed (Debian, Ubuntu: apt install fio): nothing to compare with")
+        visits = [(source, point) for source in sources for point in _points(source, options, bench.note)]
+        visits.sort(key=lambda visit: visit[1])  # bundles take turns at each point
+        for source in sources:
+            runner.run(warm(source, warming))
+        # A collector's pass over everything that was imported is no disk work.
+        gc.collect()
+        gc.freeze()
+        turns = len(visits) * options.rounds
+        for turn in range(turns):
+            measuring(turn, turns)
+            bench.visit(*visits[turn % len(visits)], turn // len(visits))
+        measuring(turns, turns)
+    if not bench.samples:
+        raise ConfigError(f"nothing was measured: {'; '.join(bench.notes)}")
+    return _report(sources, bench)
+
+
+def _points(source: Source, options: IoOptions, note: Callable[[str], None]) -> list[Point]:
+    """What to measure of a bundle, the cheapest to understand first."""
+    stride = source.manifest.ffn.stride_bytes
+    # Other sizes than a row's are reads of the one file, past the store.
+    others = options.sizes_bytes if source.store == "file" else ()
+    points = []
+    for size in sorted({stride, *others}):
+        if size > source.file_bytes:
+            note(f"no reads of {size} bytes: the {source.store} store's files have {source.file_bytes}")
+            continue
+        points += [Point("random", size, depth) for depth in sorted(set(options.depths))]
+    slice_bytes = min(RING_BYTES // RING_BUFFERS, source.manifest.ffn.layer_bytes)
+    return [*points, Point("sequential", min(PIECE_BYTES, slice_bytes), STREAM_DEPTH)]
+
+
+def _report(sources: list[Source], bench: _Bench) -> IoReport:
+    rows = []
+    for (source, point, name), samples in sorted(
+        bench.samples.items(),
+        key=lambda item: (sources.index(item[0][0]), item[0][1], ENGINES.index(item[0][2])),
+    ):
+        note = bench.row_notes[source, point, name]
+        rows.append(_row(source, point, name, samples, bench.fio_results.get((source, point), []), note))
+    return IoReport(
+        rows=rows,
+        directories=[str(source.directory) for source in sources],
+        device=_device(sources[0].directory),
+        fio=bench.fio.version if bench.fio else None,
+        max_callback_cpu_ms=max(row.max_callback_cpu_ms for row in rows),
+        bytes_check=check_bytes(bench.samples),
+        notes=bench.notes,
+    )
+
+
+def _row(
+    source: Source, point: Point, name: str, samples: list[Sample], fio: list[FioResult], note: str
+) -> IoRow:
+    gb_per_s = median(sample.gb_per_s for sample in samples)
+    fio_gb_per_s = median(result.gb_per_s for result in fio) if fio else None
+    return IoRow(
+        engine=name,
+        store=source.store,
+        pattern=point.pattern,
+        size_bytes=point.size_bytes,
+        depth=point.depth,
+        gb_per_s=gb_per_s,
+        fio_gb_per_s=fio_gb_per_s,
+        ratio=gb_per_s / fio_gb_per_s if fio_gb_per_s else None,
+        cpu_us_per_read=median(sample.cpu_us_per_read for sample in samples),
+        fio_cpu_us_per_read=median(result.cpu_us_per_read for result in fio) if fio else None,
+        max_callback_cpu_ms=max(sample.max_callback_cpu_ms for sample in samples),
+        max_callback_wall_ms=max(sample.max_callback_wall_ms for sample in samples),
+        rounds_gb_per_s=[sample.gb_per_s for sample in samples],
+        fio_rounds_gb_per_s=[result.gb_per_s for result in fio],
+        note=note,
+    )
+
+
+def check_bytes(samples: dict[tuple[Source, Point, str], list[Sample]]) -> BytesCheck:
+    """Compare what engines that pass the page cache by have read with the kernel's own count."""
+    worst, where, any_counted = 0.0, "", False
+    for (_, point, name), some in samples.items():
+        direct = [sample for sample in some if sample.direct]
+        if not direct:
+            continue
+        if any(sample.kernel_bytes is None for sample in direct):
+            return BytesCheck(None, None, "/proc/self/io cannot be read here")
+        read = sum(sample.engine_bytes for sample in direct)
+        counted = sum(sample.kernel_bytes or 0 for sample in direct)
+        any_counted = any_counted or counted > 0
+        off = max(0, abs(counted - read) - _OTHER_READS_BYTES) / read
+        if off >= worst:
+            worst, where = off, f"{name}, {point}: {read} bytes read, {counted} counted"
+    if not where:
+        return BytesCheck(None, None, "no engine here passes the page cache by")
+    if not any_counted:
+        return BytesCheck(None, None, "the kernel counts no reads of this file system")
+    return BytesCheck(worst <= _BYTES_TOLERANCE, 100 * worst, where)
+
+
+def _device(directory: Path) -> dict[str, str]:
+    facts = {"kernel": host.kernel(), "file_system": "", "source": "", "disk": "", "model": ""}
+    try:
+        mount = host.mount_of(directory)
+    except (OSError, ValueError):
+        return facts
+    return facts | {
+        "file_system": mount.file_system,
+        "source": mount.source,
+        "disk": mount.disk,
+        "model": mount.model,
+    }

@@ -1,0 +1,144 @@
+"""What engines do to the process and the event loop around them: leaks, neighbours, callbacks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from flashd.disk.buffers import aligned_empty
+from flashd.disk.engine import ReadBatch
+from flashd.disk.probe import open_engine
+from flashd.testing.engine_suite import one_read, random_file
+
+BACKENDS = ["uring", "threads", "buffered"]
+# CPU time that a callback of disk work may take of the event loop.
+CALLBACK_LIMIT_NS = 5_000_000
+
+
+def reads_of(n: int, content_bytes: int, seed: int) -> ReadBatch:
+    offset = np.random.default_rng(seed).integers(0, content_bytes // 4096, n) * 4096
+    return ReadBatch(offset, np.full(n, 4096), aligned_empty(n * 4096), np.arange(n) * 4096)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_opening_cancelling_and_closing_leaks_nothing(tmp_path: Path, backend: str) -> None:
+    random_file(tmp_path / "f", 4 << 20)
+    process = psutil.Process()
+
+    async def once(seed: int) -> None:
+        engine = await open_engine(tmp_path / "f", backend)
+        cancelled = asyncio.create_task(engine.read(reads_of(1000, 4 << 20, seed)))
+        left = asyncio.create_task(engine.read(reads_of(200, 4 << 20, seed + 1), prefetch=True))
+        for _ in range(seed % 4):
+            await asyncio.sleep(0)
+        cancelled.cancel()
+        await engine.close()  # with reads in flight
+        await asyncio.gather(cancelled, left, return_exceptions=True)
+
+    for seed in range(20):
+        await once(seed)
+    gc.collect()
+    fds, threads, rss = process.num_fds(), process.num_threads(), process.memory_info().rss
+    for seed in range(200):
+        await once(seed)
+    gc.collect()
+    assert process.num_fds() <= fds
+    assert process.num_threads() <= threads
+    # 200 leaked batches would be 1000 MB.
+    assert process.memory_info().rss - rss < 100 << 20
+
+
+def test_two_processes_read_the_same_file(tmp_path: Path) -> None:
+    """As two daemons on one machine do; each gets its own bytes, and one ends in the middle."""
+    content = random_file(tmp_path / "f", 16 << 20)
+    code = (
+        "import asyncio, sys, numpy as np\n"
+        "from flashd.disk.probe import open_engine\n"
+        "from flashd.disk.buffers import aligned_empty\n"
+        "from flashd.testing.engine_suite import one_read\n"
+        "async def main():\n"
+        "    engine = await open_engine(sys.argv[1], 'uring')\n"
+        "    content = np.fromfile(sys.argv[1], np.uint8)\n"
+        "    print('reading', flush=True)\n"
+        "    while True:\n"
+        "        dest = aligned_empty(len(content))\n"
+        "        await engine.read(one_read(0, dest))\n"
+        "        assert (dest == content).all()\n"
+        "asyncio.run(main())\n"
+    )
+    path = tmp_path / "f"
+
+    async def read_and_kill() -> None:
+        engine = await open_engine(path, "uring")
+        for round_ in range(20):
+            if round_ == 10:
+                assert other.poll() is None
+                other.kill()  # with reads in flight
+            dest = aligned_empty(16 << 20)
+            await engine.read(one_read(0, dest))
+            np.testing.assert_array_equal(dest, content)
+        await engine.close()
+
+    with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        try:
+            assert other.stdout.readline() == b"reading\n"
+            asyncio.run(read_and_kill())
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads"])
+def test_large_batches_hardly_touch_the_event_loop(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 000 reads are a token of a 7B model. A batch is one submission and one wake-up."""
+    random_file(tmp_path / "f", 4 << 20)
+    batches = [reads_of(12_000, 4 << 20, seed) for seed in range(3)]
+    times_ns: list[int] = []
+    real: Callable[[Any], None] = asyncio.Handle._run
+
+    def timed(handle: Any) -> None:
+        start = time.thread_time_ns()
+        real(handle)
+        times_ns.append(time.thread_time_ns() - start)
+
+    async def main() -> None:
+        engine = await open_engine(tmp_path / "f", backend)
+        await asyncio.sleep(0)
+        monkeypatch.setattr(asyncio.Handle, "_run", timed)
+        for _ in range(3):
+            await asyncio.gather(*(engine.read(batch) for batch in batches))
+        monkeypatch.undo()
+        await engine.close()
+
+    gc.collect()
+    asyncio.run(main())
+    assert 9 < len(times_ns) < 100
+    assert max(times_ns) < CALLBACK_LIMIT_NS, f"{max(times_ns) / 1e6} ms"
+
+
+async def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
+    """A program that is started meanwhile gets none of the engine's files."""
+    random_file(tmp_path / "f", 1 << 20)
+    engine = await open_engine(tmp_path / "f", "uring")
+    assert all(not os.get_inheritable(int(fd)) for fd in os.listdir("/proc/self/fd") if _is_open(int(fd)))
+    await engine.close()
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        return fd > 2 and "anon_inode" in os.readlink(f"/proc/self/fd/{fd}")
+    except OSError:
+        return False
