@@ -82,11 +82,10 @@ class FileTable:
         async with self._opening:
             missing = [index for index in wanted if index not in self._fds]
             idle = [i for i in self._fds if not self._holders.get(i) and i not in wanted]
-            for index in idle[: max(0, len(self._fds) + len(missing) - self._max_open)]:
-                self._remove(index)
+            unused = [self._forget(i) for i in idle[: max(0, len(self._fds) + len(missing) - self._max_open)]]
             paths = [self.paths[index] for index in missing]
             # Shielded: descriptors opened by a thread that nobody waits for would leak.
-            opened = asyncio.ensure_future(asyncio.to_thread(_open_all, paths, self._flags))
+            opened = asyncio.ensure_future(asyncio.to_thread(_exchange, unused, paths, self._flags))
             try:
                 fds = await asyncio.shield(opened)
             except asyncio.CancelledError:
@@ -99,17 +98,21 @@ class FileTable:
         self._fds[index] = fd
         self._moved(index, fd)
 
-    def _remove(self, index: int) -> None:
+    def _forget(self, index: int) -> int:
+        """The descriptor, which is the caller's to close now."""
         self._moved(index, -1)
-        os.close(self._fds.pop(index))
+        return self._fds.pop(index)
 
     def close(self) -> None:
         """Close what is open. No read may be in flight."""
         for index in list(self._fds):
-            self._remove(index)
+            os.close(self._forget(index))
 
 
-def _open_all(paths: list[str], flags: int) -> list[int]:
+def _exchange(unused: list[int], paths: list[str], flags: int) -> list[int]:
+    """Close descriptors, open files."""
+    for fd in unused:
+        os.close(fd)
     fds: list[int] = []
     try:
         for path in paths:

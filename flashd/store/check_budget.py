@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 # What sums may take of the 2 %. The rest is for choosing rows, some 10 us a read.
-SHARE = 0.018
+SHARE = 0.016
 # Some second's earnings. Above half of it everything is checked, so reads may come in bursts.
 CAPACITY_NS = 20_000_000
 _ALL_NS = CAPACITY_NS / 2

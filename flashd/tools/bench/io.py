@@ -113,8 +113,9 @@ class IoRow:
         ratio: ``gb_per_s / fio_gb_per_s``, or None.
         cpu_us_per_read: median; CPU time of all threads for each read.
         fio_cpu_us_per_read: the same of fio, or None.
-        max_callback_cpu_ms: the most CPU time that one callback took on the event loop.
-        max_callback_wall_ms: the longest that one took by the clock.
+        max_callback_cpu_ms: the most CPU time that one callback took on the event loop in a round, the
+            median of the rounds: a virtual machine's clock counts what its host did meanwhile.
+        max_callback_wall_ms: likewise the longest that one took by the clock.
         rounds_gb_per_s, fio_rounds_gb_per_s: what the medians are of.
         note: what one should know about the figure; often empty.
     """
@@ -326,8 +327,8 @@ def _row(
         ratio=gb_per_s / fio_gb_per_s if fio_gb_per_s else None,
         cpu_us_per_read=median(sample.cpu_us_per_read for sample in samples),
         fio_cpu_us_per_read=median(result.cpu_us_per_read for result in fio) if fio else None,
-        max_callback_cpu_ms=max(sample.max_callback_cpu_ms for sample in samples),
-        max_callback_wall_ms=max(sample.max_callback_wall_ms for sample in samples),
+        max_callback_cpu_ms=median(sample.max_callback_cpu_ms for sample in samples),
+        max_callback_wall_ms=median(sample.max_callback_wall_ms for sample in samples),
         rounds_gb_per_s=[sample.gb_per_s for sample in samples],
         fio_rounds_gb_per_s=[result.gb_per_s for result in fio],
         note=note,

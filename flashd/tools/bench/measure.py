@@ -81,8 +81,10 @@ class MeteredLoop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         finally:
-            self.max_cpu_ns = max(self.max_cpu_ns, time.thread_time_ns() - cpu_ns)
-            self.max_wall_ns = max(self.max_wall_ns, time.perf_counter_ns() - wall_ns)
+            # The callback that ends the measurement goes on with other things.
+            if self.metered:
+                self.max_cpu_ns = max(self.max_cpu_ns, time.thread_time_ns() - cpu_ns)
+                self.max_wall_ns = max(self.max_wall_ns, time.perf_counter_ns() - wall_ns)
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
