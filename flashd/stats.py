@@ -70,8 +70,8 @@ class CheckStats:
     """What comparing rows with their checksums has found.
 
     Attributes:
-        rows: delivered by reads, checked or not.
-        checked_rows: compared with their checksum, those of reads done again included.
+        rows: delivered by reads, those done again included, checked or not.
+        checked_rows: compared with their checksum, likewise.
         mismatched_rows: that differed, likewise.
         rereads: reads done again because of that.
         check_ns: CPU time spent.

@@ -101,15 +101,16 @@ class DeviceCurve:
         """
         if self.file_bytes < MIN_FILE_BYTES:
             return (
-                f"measured on a file of {self.file_bytes} bytes, too small to stand for the device; "
-                f"measure on one of {MIN_FILE_BYTES} bytes or more"
+                f"measured on a file of {self.file_bytes / (1 << 20):.3g} MiB, too small to stand for the "
+                f"device; measure on one of {MIN_FILE_BYTES >> 20} MiB or more"
             )
         try:
             path = _curve_path(directory, self.device, self.engine)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace(path, json.dumps({"format": _FORMAT, "format_version": _VERSION, **asdict(self)}))
         except (OSError, RuntimeError) as exc:
-            return f"the curve cannot be kept: {exc}"
+            where = getattr(exc, "filename", None) or "the cache directory"
+            return f"{where} cannot be written: {getattr(exc, 'strerror', None) or exc}"
         return ""
 
 

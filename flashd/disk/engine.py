@@ -148,6 +148,7 @@ class ReadEngine(ABC):
 
         Raises:
             ValueError: a read into it is in flight.
+            DiskReadError: the kernel refuses; the memory stays registered.
         """
         return
 

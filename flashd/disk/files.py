@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,7 +23,8 @@ class FileTable:
         paths: the files.
         flags: for ``open``, beside read-only.
         moved: told ``(index, fd)`` when a file is opened, and ``(index, -1)`` before it is closed.
-        max_open: descriptors to keep; exceeded only by one batch that needs more files at once.
+        max_open: descriptors to keep; exceeded only by one batch that needs more files at once. By
+            default ``MAX_OPEN_FILES``, or half of what the process may have, if that is less.
 
     Raises:
         DiskReadError: a file cannot be opened. Few files are all opened now.
@@ -33,9 +35,10 @@ class FileTable:
         paths: Sequence[str],
         flags: int = 0,
         moved: Callable[[int, int], None] = lambda index, fd: None,
-        max_open: int = MAX_OPEN_FILES,
+        max_open: int | None = None,
     ) -> None:
         self.paths = tuple(paths)
+        max_open = max_open or max_open_files()
         self._flags = flags
         self._moved = moved
         self._max_open = max_open
@@ -81,7 +84,8 @@ class FileTable:
     async def _open(self, wanted: list[int]) -> None:
         async with self._opening:
             missing = [index for index in wanted if index not in self._fds]
-            idle = [i for i in self._fds if not self._holders.get(i) and i not in wanted]
+            kept = set(wanted)
+            idle = [i for i in self._fds if not self._holders.get(i) and i not in kept]
             unused = [self._forget(i) for i in idle[: max(0, len(self._fds) + len(missing) - self._max_open)]]
             paths = [self.paths[index] for index in missing]
             # Shielded: descriptors opened by a thread that nobody waits for would leak.
@@ -107,6 +111,12 @@ class FileTable:
         """Close what is open. No read may be in flight."""
         for index in list(self._fds):
             os.close(self._forget(index))
+
+
+def max_open_files() -> int:
+    """Descriptors that an engine keeps."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else max(1, min(MAX_OPEN_FILES, soft // 2))
 
 
 def _exchange(unused: list[int], paths: list[str], flags: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +55,7 @@ async def measure_curve(
     depths: Sequence[int] = DEPTHS,
     limit_s: float = 10.0,
     point_limit_s: float = 0.3,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DeviceCurve:
     """Measure the device below a file with random reads all over it.
 
@@ -68,6 +69,7 @@ async def measure_curve(
         depths: reads outstanding; engines may hold fewer.
         limit_s: for everything.
         point_limit_s: for one size and depth.
+        progress: told how many of the points are done.
 
     Raises:
         ConfigError: the file is too small, or has holes, which no device is asked for.
@@ -95,6 +97,7 @@ async def measure_curve(
                     continue
                 slice_s = min(point_limit_s, left_s / left)
                 points[size, engine.depth] = await _measure(engine, source, size, pool, slice_s)
+                progress(at * len(sizes) + number + 1, len(depths) * len(sizes))
         finally:
             await engine.close()
     return DeviceCurve(

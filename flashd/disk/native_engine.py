@@ -16,6 +16,7 @@ from flashd.disk.blocking import read_failed, truncated
 from flashd.disk.engine import ReadBatch, ReadEngine
 from flashd.disk.files import FileTable
 from flashd.disk.pieces import SCRATCH_PIECE_BYTES, Pieces, plan_pieces
+from flashd.errors import DiskReadError
 from flashd.stats import ReadStats
 from flashd.types import U8Array
 
@@ -121,7 +122,7 @@ class NativeEngine(ReadEngine):
                 pieces.first,
                 pieces.length_bytes,
                 pieces.dest_offset_bytes,
-                pieces.direct,
+                pieces.in_place,
                 batch.dest,
                 prefetch,
             )
@@ -202,6 +203,8 @@ class UringEngine(NativeEngine):
         error = self._core.unregister_memory(memory)
         if error == errno.EBUSY:
             raise ValueError("a read into this memory is in flight")
+        if error and error != errno.ESHUTDOWN:  # a ring that is gone holds nothing
+            raise DiskReadError(f"memory cannot be unregistered: {os.strerror(error)}; it stays in use")
         known = self._registered.get(memory.ctypes.data)
         if known is not None and known.size == memory.size:
             del self._registered[memory.ctypes.data]

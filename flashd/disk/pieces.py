@@ -21,7 +21,8 @@ from flashd.types import I64Array
 
 BoolArray = npt.NDArray[np.bool_]
 
-# Large reads are spread over the queue; 1 MiB reaches the device's sequential speed.
+# Longer reads into one place are spread over the queue; 1 MiB reaches the device's sequential speed.
+# (Reads into several places are as long as who planned them wanted.)
 PIECE_BYTES = 1 << 20
 # Smaller, because every read in flight may hold a scratch buffer of this size.
 SCRATCH_PIECE_BYTES = 128 << 10
@@ -38,7 +39,7 @@ class Pieces:
         first: ``[n + 1]``, index of each piece's first destination, and ``m``.
         length_bytes: ``[m]``, bytes for each destination.
         dest_offset_bytes: ``[m]``, where in the batch's memory, or ``SKIP``.
-        direct: ``[n]``, False where the piece goes through scratch.
+        in_place: ``[n]``, False where the piece goes through scratch.
     """
 
     file: I64Array
@@ -46,7 +47,7 @@ class Pieces:
     first: I64Array
     length_bytes: I64Array
     dest_offset_bytes: I64Array
-    direct: BoolArray
+    in_place: BoolArray
 
     def __len__(self) -> int:
         return len(self.offset_bytes)
@@ -98,7 +99,8 @@ def _drop_empty(file: I64Array, batch: ReadBatch) -> Pieces:
 
 
 def _one_place_each(file: I64Array, batch: ReadBatch) -> _Columns:
-    """Every destination a read of its own, those to skip left out."""
+    """Every destination a read of its own, those to skip left out: where rows need scratch, each is
+    copied anyway, and one superset for all of them might be larger than a scratch buffer."""
     m = len(batch.length_bytes)
     first = np.arange(m) if batch.first is None else batch.first
     read = np.repeat(np.arange(len(first)), np.diff(first, append=m))

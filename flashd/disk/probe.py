@@ -67,7 +67,7 @@ async def _open(
     because = f" ({'; '.join(reasons)})" if reasons else ""
     if name == "buffered":
         options = {} if depth is None else {"depth": depth}
-        return BufferedEngine(paths, f"page cache{because}", **options), ""
+        return await asyncio.to_thread(BufferedEngine, paths, f"page cache{because}", **options), ""
     if not native_engine.AVAILABLE:
         return None, "the native module is not installed"
     sizes = await asyncio.to_thread(_sizes, paths)  # of tens of thousands of chunks, perhaps
@@ -76,7 +76,9 @@ async def _open(
     if alignment is None:
         return None, why
     try:
-        engine = native_engine.open_native(name, paths, alignment, why + because, depth)
+        engine = await asyncio.to_thread(
+            native_engine.open_native, name, paths, alignment, why + because, depth
+        )
     except OSError as exc:
         hint = "; the limit of locked memory (ulimit -l) may be too low" if exc.errno == errno.ENOMEM else ""
         return None, f"{exc.strerror or exc}{hint}"

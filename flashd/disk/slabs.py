@@ -13,6 +13,7 @@ import numpy as np
 
 from flashd.disk.buffers import HUGE_PAGE_BYTES, want_huge_pages
 from flashd.disk.engine import ReadEngine
+from flashd.errors import DiskReadError
 from flashd.types import U8Array
 
 SLAB_BYTES = 4 << 20
@@ -63,6 +64,7 @@ class SlabBuffer:
         Raises:
             ValueError: more than the capacity, or a read into a slab that goes is in flight: nothing
                 has gone then.
+            DiskReadError: the kernel does not let go of a slab; nothing has gone then, either.
         """
         if not 0 <= nbytes <= self.memory.size:
             raise ValueError(f"{nbytes} bytes, the capacity is {self.memory.size}")
@@ -91,7 +93,7 @@ class SlabBuffer:
                 for start in range(size, self.size_bytes, self._slab_bytes):
                     self._engine.unregister(self._slab(start))
                     gone.append(start)
-            except ValueError:
+            except (ValueError, DiskReadError):
                 for start in gone:
                     self._register(start)
                 raise

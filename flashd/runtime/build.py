@@ -74,6 +74,9 @@ async def build(config: DaemonConfig) -> Runtime:
         max_queue=config.max_queue,
         kv_dtype=config.kv_dtype,
     )
+    if store.reason:
+        buffers = getattr(ffn, "why_unregistered", "") or "registered with the kernel"
+        log.info("reads through %s: %s; stream buffers: %s", store.name, store.reason, buffers)
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     log.info(
         "loaded %s: %d layers, %s, resident %.1f MB, FFN %.1f MB through %s",

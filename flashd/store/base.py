@@ -46,6 +46,11 @@ class WeightStore(ABC):
         """
 
     @property
+    def reason(self) -> str:
+        """Why rows are read the way they are; empty for a store that has no choice."""
+        return ""
+
+    @property
     def read_stats(self) -> ReadStats | None:
         """Reads of the device so far, a snapshot; None for a store that reads from none."""
         return None

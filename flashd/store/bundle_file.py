@@ -51,6 +51,11 @@ class BundleFileStore(WeightStore):
         self._max_run_neurons = min(MAX_DESTINATIONS, max(1, MAX_READ_BYTES // stride))
 
     @property
+    def reason(self) -> str:
+        """See ``WeightStore.reason``."""
+        return self.engine.reason
+
+    @property
     def read_stats(self) -> ReadStats:
         """See ``WeightStore.read_stats``."""
         return self.engine.stats

@@ -104,6 +104,11 @@ class CheckedStore(WeightStore):
         self._closed = False
 
     @property
+    def reason(self) -> str:
+        """See ``WeightStore.reason``."""
+        return self.inner.reason
+
+    @property
     def read_stats(self) -> ReadStats | None:
         """See ``WeightStore.read_stats``."""
         return self.inner.read_stats
@@ -182,6 +187,7 @@ class CheckedStore(WeightStore):
         if not bad.size:
             return
         self.stats.rereads += 1
+        self.stats.rows += rows.n
         await read_again()
         still_bad = await self._wrong(rows, _everything(rows.n))
         if still_bad.size:

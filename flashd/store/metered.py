@@ -31,6 +31,11 @@ class MeteredStore(WeightStore):
         self._counted_until_ns = 0
 
     @property
+    def reason(self) -> str:
+        """See ``WeightStore.reason``."""
+        return self.inner.reason
+
+    @property
     def read_stats(self) -> ReadStats | None:
         """See ``WeightStore.read_stats``."""
         return self.inner.read_stats

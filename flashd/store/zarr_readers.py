@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from flashd.disk.buffers import aligned_empty
 from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine
-from flashd.disk.files import MAX_OPEN_FILES
+from flashd.disk.files import max_open_files
 from flashd.errors import BundleCorruptError, DiskReadError, FlashdError
 from flashd.layout.coalesce import plan_rows
 from flashd.store.bundle_file import MAX_READ_BYTES
@@ -34,9 +34,8 @@ if TYPE_CHECKING:  # it imports zarr
 BoolArray = npt.NDArray[np.bool_]
 
 # A batch of more files than this waits for others of its kind, so that all of them together keep
-# about MAX_OPEN_FILES open.
+# about max_open_files() open.
 _FEW_FILES = 32
-_FILES_A_BATCH = MAX_OPEN_FILES // 2
 # Zeros that the event loop writes at a time.
 _FILL_BYTES = 1 << 20
 
@@ -56,7 +55,7 @@ class ChunkFiles:
 
     def __init__(self, engine: ReadEngine) -> None:
         self.engine = engine
-        self._all_open = len(engine.paths) <= MAX_OPEN_FILES
+        self._all_open = len(engine.paths) <= max_open_files()
         self._many = asyncio.Lock()
 
     async def read(self, batch: ReadBatch) -> None:
@@ -71,7 +70,7 @@ class ChunkFiles:
                 await self.engine.read(batch)
                 return
             async with self._many:
-                for some in np.array_split(distinct, -(-len(distinct) // _FILES_A_BATCH)):
+                for some in np.array_split(distinct, -(-2 * len(distinct) // max_open_files())):
                     await self.engine.read(_part(batch, np.isin(file, some)))
         except DiskReadError as exc:
             raise gone(exc) from exc

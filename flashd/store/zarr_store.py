@@ -160,6 +160,11 @@ class ZarrStore(WeightStore):
         return cls(geometry, layers, engine, threads)
 
     @property
+    def reason(self) -> str:
+        """See ``WeightStore.reason``."""
+        return self.engine.reason if self.engine is not None else ""
+
+    @property
     def read_stats(self) -> ReadStats | None:
         """See ``WeightStore.read_stats``; None where zarr reads all layers."""
         return self.engine.stats if self.engine else None

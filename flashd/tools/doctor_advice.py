@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from flashd.prefetch.stream import RING_BYTES
-from flashd.tools.doctor_facts import DoctorReport, EngineChoice
+from flashd.tools.doctor_facts import NOT_WANTED, DoctorReport, EngineChoice
 
 # A disk that turns takes that long for a random read, any other one less.
 _SEEK_US = 2000.0
 _IN_RAM = ("tmpfs", "ramfs")
+_MEMLOCK = "`ulimit -l`, /etc/security/limits.conf (memlock) or systemd's LimitMEMLOCK="
 _REINSTALL = "install flashd again where a C++ compiler is"
 
 
@@ -32,7 +33,7 @@ def _engine(report: DoctorReport) -> Iterator[str]:
     elif engine.chosen != "uring":
         yield (
             f"io_uring is not used ({_why(engine, 'uring')}): reads take more CPU time; "
-            f"{_allow_io_uring(report)}"
+            f"{_allow_io_uring(report, _why(engine, 'uring'))}"
         )
 
 
@@ -40,9 +41,11 @@ def _why(engine: EngineChoice, name: str) -> str:
     return next((c.reason for c in engine.candidates if c.name == name), "unknown why")
 
 
-def _allow_io_uring(report: DoctorReport) -> str:
+def _allow_io_uring(report: DoctorReport, why: str) -> str:
     if not report.kernels.native_reads:
         return _REINSTALL
+    if "ulimit -l" in why:
+        return f"raise the limit of locked memory with {_MEMLOCK}"
     if report.io_uring_disabled == 2:
         return "the sysctl kernel.io_uring_disabled is 2: set it to 0"
     if report.io_uring_disabled == 1:
@@ -67,10 +70,12 @@ def _locked_memory(report: DoctorReport) -> Iterator[str]:
         return
     reason = engine.registered_reason
     if small and limits is not None and limits.soft_bytes is not None:
-        reason = f"`ulimit -l` is {limits.soft_bytes >> 10} KiB, the stream buffers take {RING_BYTES >> 10}"
+        reason = (
+            f"`ulimit -l` is {limits.soft_bytes >> 10} KiB, the stream buffers take {RING_BYTES >> 10} KiB"
+        )
     yield (
         f"buffers stay unregistered ({reason}): reads work, with somewhat more CPU time; raise the limit "
-        "with `ulimit -l`, /etc/security/limits.conf (memlock) or systemd's LimitMEMLOCK="
+        f"with {_MEMLOCK}"
     )
 
 
@@ -105,8 +110,11 @@ def _device(report: DoctorReport) -> Iterator[str]:
     single_us = min((point.latency_us for point in points if point.depth == 1), default=0.0)
     if report.mount is not None and report.mount.rotational and single_us > _SEEK_US:
         yield f"{report.mount.disk} rotates: random reads take milliseconds each; use an SSD"
-    if report.curve is not None and report.curve.not_kept:
-        yield f"the device's curve is not kept ({report.curve.not_kept}): gaps between rows are not read over"
+    if report.curve is not None and report.curve.not_kept not in ("", NOT_WANTED):
+        yield (
+            f"the device's curve is not kept ({report.curve.not_kept}): the daemon does not know which gaps "
+            "between rows would be worth reading over"
+        )
 
 
 def _code(report: DoctorReport) -> Iterator[str]:

@@ -8,6 +8,10 @@ from flashd.disk.curve import CurvePoint
 from flashd.tools.host import LockedMemory, MemoryLimit, Mount
 
 
+# ``CurveFacts.not_kept`` where that was the wish.
+NOT_WANTED = "--no-write"
+
+
 @dataclass(frozen=True)
 class Candidate:
     """A read engine, and whether it works on this file.
@@ -33,7 +37,7 @@ class EngineChoice:
         direct: whether it reads past the page cache.
         depth: reads that the kernel holds at once.
         candidates: all engines, fastest first.
-        registered_buffers: whether registered memory works with the chosen engine.
+        registered_buffers: whether the chosen engine can register as much memory as the daemon would.
         registered_reason: why not; empty if it does.
     """
 
@@ -106,15 +110,17 @@ class CurveFacts:
         stored_in: directory where curves are kept.
         measured_now: whether this call measured it.
         engine: who read.
+        kernel: release that it was measured on.
         measured_unix_s: when.
         break_even_bytes: a gap up to this size is cheaper to read than to leave out.
         points: see ``CurvePoint``.
-        not_kept: why it could not be stored; empty if it was.
+        not_kept: why it was not stored; empty if it was.
     """
 
     stored_in: str
     measured_now: bool
     engine: str
+    kernel: str
     measured_unix_s: int
     break_even_bytes: int
     points: list[CurvePoint]
@@ -128,7 +134,7 @@ class DoctorReport:
     Attributes:
         flashd, python, kernel: versions.
         directory: what was looked at.
-        probed_file: the file that was read to find out; a temporary one is gone by now.
+        probed_file: the file that was read to find out; None for a temporary one.
         mount: file system and disk below the directory.
         free_bytes: for an unprivileged user.
         engine: the read engines.
@@ -143,6 +149,8 @@ class DoctorReport:
         curve: the device's measured curve.
         unknown: why a fact that is None cannot be had, by field.
         warnings: what is worth changing, in plain words.
+        failed: what makes the command end with 1: ``bundle``, if it cannot be used; ``engine``, if none
+            works; ``curve``, if measuring it was asked for and failed.
     """
 
     flashd: str
@@ -165,3 +173,4 @@ class DoctorReport:
     curve: CurveFacts | None
     unknown: dict[str, str]
     warnings: list[str]
+    failed: list[str]

@@ -133,6 +133,39 @@ def test_large_batches_hardly_touch_the_event_loop(
     assert min(slowest_ns) < CALLBACK_LIMIT_NS, slowest_ns
 
 
+_FORK = """
+import os, select, sys
+import numpy as np
+from flashd.disk import _native
+from flashd.disk.engine import ReadBatch
+from flashd.disk.buffers import aligned_empty
+from flashd.disk.pieces import plan_pieces
+
+core = {"uring": _native.Uring, "threads": _native.Threads}[sys.argv[2]](512, 1, 1 << 18, 8)
+core.set_file(0, os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT))
+dest = aligned_empty(8 << 20)
+pieces = plan_pieces(ReadBatch(np.array([0]), np.array([8 << 20]), dest, np.array([0])), 512)
+core.submit(*vars(pieces).values(), dest, False)
+child = os.fork()
+if not child:
+    del core  # the end of an interpreter does it, too
+    os._exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+select.select([core.fileno()], [], [])
+assert core.completed()[0][1] == "ok"
+assert (dest == np.fromfile(sys.argv[1], np.uint8)).all()
+"""
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads"])
+def test_a_forked_child_can_end(tmp_path: Path, backend: str) -> None:
+    """It has the engine's memory and none of its threads: nothing to wait for, nothing to break."""
+    random_file(tmp_path / "f", 8 << 20)
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, str(tmp_path / "f"), backend]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 async def test_descriptors_are_not_inherited(tmp_path: Path) -> None:
     """A program that is started meanwhile gets none of the engine's files."""
     random_file(tmp_path / "f", 1 << 20)

@@ -41,7 +41,7 @@ def check_limits(batch: ReadBatch, pieces: Pieces, alignment: int) -> None:
     for i in range(len(pieces)):
         places = range(pieces.first[i], pieces.first[i + 1])
         total = sum(int(pieces.length_bytes[p]) for p in places)
-        if not pieces.direct[i]:
+        if not pieces.in_place[i]:
             assert 0 < total <= SCRATCH_PIECE_BYTES
             continue
         assert pieces.offset_bytes[i] % alignment == 0
@@ -120,7 +120,7 @@ def test_only_the_edges_of_a_large_read_go_through_scratch() -> None:
     dest = aligned_empty(4 << 20)
     batch = ReadBatch(np.array([512]), np.array([3 << 20]), dest, np.array([512]))
     pieces = plan_pieces(batch, 4096)
-    assert sorted(pieces.length_bytes[~pieces.direct].tolist()) == [512, 3584]
+    assert sorted(pieces.length_bytes[~pieces.in_place].tolist()) == [512, 3584]
 
 
 def test_runs_are_even() -> None:

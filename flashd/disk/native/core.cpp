@@ -1,7 +1,6 @@
 #include "core.hpp"
 
 #include <pthread.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -31,7 +30,8 @@ Core::Core(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int max_sc
     : alignment_(alignment),
       fds_(static_cast<size_t>(n_files), -1),
       scratch_bytes_(scratch_bytes),
-      max_scratch_(max_scratch) {
+      max_scratch_(max_scratch),
+      pid_(getpid()) {
     trash_ = aligned(alignment, kTrashBytes);
     event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event_fd_ < 0) {
@@ -48,6 +48,11 @@ Core::~Core() {
 }
 
 void Core::close() {
+    if (getpid() != pid_) {
+        if (!joined_) abandon();
+        joined_ = true;
+        return;
+    }
     {
         std::lock_guard<std::mutex> lock(mutex_);
         if (joined_) return;
@@ -58,7 +63,7 @@ void Core::close() {
         for (Batch* batch : open) drop_rest(batch);
     }
     const nb::gil_scoped_release no_gil;
-    wake();
+    wake(INT64_MAX);
     join();
     std::lock_guard<std::mutex> lock(mutex_);
     ::close(event_fd_);
@@ -77,6 +82,7 @@ Stats Core::stats() {
 
 uint64_t Core::submit(std::unique_ptr<Batch> batch) {
     Batch* raw = batch.get();
+    const int64_t reads = raw->count;
     uint64_t id;
     {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -89,7 +95,7 @@ uint64_t Core::submit(std::unique_ptr<Batch> batch) {
             return id;
         }
     }
-    wake();
+    wake(reads);
     return id;
 }
 
@@ -114,7 +120,7 @@ std::vector<Done> Core::completed() {
     return result;  // `ended` drops the references to memory here, where the GIL is held
 }
 
-bool Core::needs_scratch(const Batch& batch) const { return !batch.direct[batch.next]; }
+bool Core::needs_scratch(const Batch& batch) const { return !batch.in_place[batch.next]; }
 
 Op* Core::take() {
     for (int level = 0; level < 2; ++level) {
@@ -143,8 +149,8 @@ Op* Core::make(Batch* batch) {
     }
     Op* op = free_ops_.back();
     uint8_t* scratch = nullptr;
-    const bool direct = !needs_scratch(*batch);
-    if (!direct) {
+    const bool through_scratch = needs_scratch(*batch);
+    if (through_scratch) {
         if (free_scratch_.empty()) {
             free_scratch_.push_back(aligned(alignment_, scratch_bytes_));
             ++n_scratch_;
@@ -166,7 +172,7 @@ Op* Core::make(Batch* batch) {
     op->scratch = scratch;
     op->retried = false;
     op->slot = -1;
-    if (!direct) {
+    if (through_scratch) {
         op->lead = op->offset % alignment_;
         op->offset -= op->lead;
         op->need = op->lead + length;
@@ -222,10 +228,7 @@ void Core::complete(Op* op, int64_t result) {
     }
     stats_.bytes_read += result;
     const int64_t reached = op->resume + result;
-    if (reached >= op->need) {
-        if (op->scratch) copy_out(*op);
-        return finish(op);
-    }
+    if (reached >= op->need) return finish(op);
     // O_DIRECT goes on from an aligned offset only: the end of a ragged short read comes again.
     if (reached <= op->reached) return fail(op, End::truncated, 0);
     op->reached = reached;
@@ -235,7 +238,8 @@ void Core::complete(Op* op, int64_t result) {
     again_.push_back(op);
 }
 
-void Core::copy_out(const Op& op) {
+void Core::deliver(const Op& op, int64_t result) const {
+    if (!op.scratch || result < 0 || op.resume + result < op.need) return;
     const Batch& batch = *op.batch;
     const uint8_t* from = op.scratch + op.lead;
     for (int64_t p = batch.first[op.piece]; p < batch.first[op.piece + 1]; ++p) {
@@ -302,13 +306,12 @@ void Core::end_if_done(Batch* batch) {
 }
 
 QuietStart::QuietStart() {
-    static_assert(sizeof(sigset_t) <= sizeof old_, "room for a signal mask");
     sigset_t all;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, reinterpret_cast<sigset_t*>(old_));
+    pthread_sigmask(SIG_SETMASK, &all, &old_);
 }
 
-QuietStart::~QuietStart() { pthread_sigmask(SIG_SETMASK, reinterpret_cast<sigset_t*>(old_), nullptr); }
+QuietStart::~QuietStart() { pthread_sigmask(SIG_SETMASK, &old_, nullptr); }
 
 void name_thread(const char* name) { pthread_setname_np(pthread_self(), name); }
 

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <nanobind/nanobind.h>
+#include <signal.h>
 #include <sys/uio.h>
 
 #include <condition_variable>
@@ -15,7 +16,9 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <thread>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace flashd::disk {
@@ -37,7 +40,7 @@ struct Batch {
     const int64_t* first = nullptr;   // [count + 1]
     const int64_t* length = nullptr;  // of each place
     const int64_t* at = nullptr;      // of each place: offset in dest, or kSkip
-    const uint8_t* direct = nullptr;
+    const uint8_t* in_place = nullptr;  // else through scratch
     uint8_t* dest = nullptr;
     nb::object owners;
 
@@ -102,12 +105,15 @@ protected:
     // For executors. `mutex_` is held in all of them.
     Op* take();
     void complete(Op* op, int64_t result);  // bytes, or -errno
+    // Before `complete`, without `mutex_`: copies what came through scratch to its places.
+    void deliver(const Op& op, int64_t result) const;
     bool waiting() const { return !queue_[0].empty() || !queue_[1].empty() || !again_.empty(); }
     // Where the rest of a read goes: into op->iov.
     void fill_iov(Op* op);
 
-    virtual void wake() = 0;  // there is something to take, or `closing_`
-    virtual void join() = 0;  // without the GIL and the mutex
+    virtual void wake(int64_t reads) = 0;  // so many more to take, or `closing_`
+    virtual void join() = 0;               // without the GIL and the mutex
+    virtual void abandon() = 0;            // in a forked child: the threads are not there, nor may anybody join them
 
     std::mutex mutex_;
     bool closing_ = false;
@@ -122,7 +128,6 @@ private:
     void fail(Op* op, End end, int error);
     void drop_rest(Batch* batch);
     void end_if_done(Batch* batch);
-    void copy_out(const Op& op);
 
     std::deque<Batch*> queue_[2];  // demand, prefetch
     std::deque<Op*> again_;
@@ -137,19 +142,23 @@ private:
     uint8_t* trash_ = nullptr;
     uint64_t next_id_ = 1;
     int event_fd_ = -1;
+    const int pid_;
     bool joined_ = false;
 };
 
-// Blocks all signals in a thread that is about to start, names it, and puts the caller's mask back.
+// Blocks all signals for a thread that is about to start, and puts the caller's mask back.
 class QuietStart {
 public:
     QuietStart();
     ~QuietStart();
 
 private:
-    unsigned char old_[128];
+    sigset_t old_;
 };
 
 void name_thread(const char* name);
+
+// A forked child has the objects of its parent's threads, but not the threads: they are left alone.
+inline void leak(std::thread& thread) { new std::thread(std::move(thread)); }
 
 }  // namespace flashd::disk

@@ -27,7 +27,7 @@ int Fake::max_in_flight() {
     return max_in_flight_;
 }
 
-void Fake::wake() {
+void Fake::wake(int64_t) {
     std::lock_guard<std::mutex> lock(mutex_);
     work_.notify_all();
 }
@@ -63,6 +63,7 @@ void Fake::run() {
         fill_iov(op);
         lock.unlock();
         const int64_t result = serve(*op);
+        deliver(*op, result);
         lock.lock();
         complete(op, result);
     }

@@ -27,8 +27,9 @@ public:
     int max_in_flight();
 
 protected:
-    void wake() override;
+    void wake(int64_t reads) override;
     void join() override;
+    void abandon() override { leak(thread_); }
 
 private:
     void run();

@@ -25,9 +25,9 @@ int64_t size_of(const Ints& array) { return static_cast<int64_t>(array.shape(0))
 
 // What pieces.py promises is checked again: a mistake there must not become a write into foreign memory.
 void check(const Core& core, const Ints& file, const Ints& offset, const Ints& first, const Ints& length,
-           const Ints& at, const Flags& direct, const Bytes& dest) {
+           const Ints& at, const Flags& in_place, const Bytes& dest) {
     const int64_t n = size_of(offset), m = size_of(length), room = static_cast<int64_t>(dest.shape(0));
-    if (n < 1 || size_of(file) != n || size_of(first) != n + 1 || static_cast<int64_t>(direct.shape(0)) != n ||
+    if (n < 1 || size_of(file) != n || size_of(first) != n + 1 || static_cast<int64_t>(in_place.shape(0)) != n ||
         size_of(at) != m)
         throw std::invalid_argument("submit: arrays of different length, or no piece");
     if (first(0) != 0 || first(n) != m) throw std::invalid_argument("submit: first does not cover the places");
@@ -40,14 +40,14 @@ void check(const Core& core, const Ints& file, const Ints& offset, const Ints& f
             throw std::invalid_argument("submit: a piece without places, or of no file");
         int64_t bytes = 0;
         for (int64_t p = first(i); p < first(i + 1); ++p) bytes += length(p);
-        if (bytes > (direct(i) ? kMaxPiece : core.scratch_limit()))
+        if (bytes > (in_place(i) ? kMaxPiece : core.scratch_limit()))
             throw std::invalid_argument("submit: a piece is too long");
     }
 }
 
 uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Ints at,
-                Flags direct, Bytes dest, bool prefetch) {
-    check(core, file, offset, first, length, at, direct, dest);
+                Flags in_place, Bytes dest, bool prefetch) {
+    check(core, file, offset, first, length, at, in_place, dest);
     auto batch = std::make_unique<Batch>();
     batch->prefetch = prefetch;
     batch->count = size_of(offset);
@@ -56,9 +56,9 @@ uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Int
     batch->first = first.data();
     batch->length = length.data();
     batch->at = at.data();
-    batch->direct = reinterpret_cast<const uint8_t*>(direct.data());
+    batch->in_place = reinterpret_cast<const uint8_t*>(in_place.data());
     batch->dest = dest.data();
-    batch->owners = nb::make_tuple(file, offset, first, length, at, direct, dest);
+    batch->owners = nb::make_tuple(file, offset, first, length, at, in_place, dest);
     return core.submit(std::move(batch));
 }
 
@@ -107,7 +107,7 @@ NB_MODULE(_native, module) {
 
     nb::class_<Core>(module, "Core")
         .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
-             arg("at"), arg("direct"), arg("dest"), arg("prefetch"))
+             arg("at"), arg("in_place"), arg("dest"), arg("prefetch"))
         .def("cancel", &Core::cancel, arg("batch"))
         .def("completed", &completed)
         .def("fileno", &Core::event_fd)
@@ -120,8 +120,7 @@ NB_MODULE(_native, module) {
         .def("register_memory",
              [](Uring& self, Bytes memory) { return self.register_memory(memory.data(), memory.shape(0)); })
         .def("unregister_memory",
-             [](Uring& self, Bytes memory) { return self.unregister_memory(memory.data(), memory.shape(0)); })
-        .def("features", &Uring::features);
+             [](Uring& self, Bytes memory) { return self.unregister_memory(memory.data(), memory.shape(0)); });
     nb::class_<Threads, Core>(module, "Threads")
         .def(nb::init<int64_t, int64_t, int64_t, int>(), arg("alignment"), arg("n_files"), arg("scratch_bytes"),
              arg("depth"));

@@ -8,27 +8,41 @@
 namespace flashd::disk {
 
 Threads::Threads(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int n_threads)
-    : Core(alignment, n_files, scratch_bytes, n_threads), n_threads_(n_threads) {}
+    : Core(alignment, n_files, scratch_bytes, n_threads), n_threads_(n_threads) {
+    start();  // at least one, or there is no use in going on
+}
 
 Threads::~Threads() { close(); }
 
-void Threads::wake() {
-    // Threads start with the first batch: a tool that only opens a file needs none.
+void Threads::wake(int64_t reads) {
+    // The others start with the first batch: a tool that only opens a file needs none.
     std::lock_guard<std::mutex> lock(mutex_);
-    const QuietStart quiet;
     while (!closing_ && static_cast<int>(threads_.size()) < n_threads_) {
         try {
-            threads_.emplace_back([this] { work(); });
+            start();
         } catch (const std::system_error&) {
-            if (threads_.empty()) throw;
             break;  // a process limit: fewer do it too
         }
     }
-    work_.notify_all();
+    if (reads >= n_threads_) {
+        work_.notify_all();
+    } else {
+        for (int64_t read = 0; read < reads; ++read) work_.notify_one();
+    }
+}
+
+void Threads::start() {
+    const QuietStart quiet;
+    threads_.emplace_back([this] { work(); });
 }
 
 void Threads::join() {
     for (std::thread& thread : threads_) thread.join();
+    threads_.clear();
+}
+
+void Threads::abandon() {
+    for (std::thread& thread : threads_) leak(thread);
     threads_.clear();
 }
 
@@ -51,6 +65,7 @@ void Threads::work() {
                          static_cast<off_t>(op->offset + op->resume));
         } while (got < 0 && errno == EINTR);
         const int64_t result = got < 0 ? -errno : got;
+        deliver(*op, result);
         lock.lock();
         complete(op, result);
     }

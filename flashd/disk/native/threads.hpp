@@ -14,10 +14,12 @@ public:
     ~Threads() override;
 
 protected:
-    void wake() override;
+    void wake(int64_t reads) override;
     void join() override;
+    void abandon() override;
 
 private:
+    void start();
     void work();
 
     const int n_threads_;

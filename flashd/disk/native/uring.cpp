@@ -19,7 +19,7 @@ constexpr uint64_t kWakeup = 0;  // user_data of the wake-up poll; reads carry t
 constexpr int kSlots = 4096;
 
 uint32_t acquire(const uint32_t* at) { return __atomic_load_n(at, __ATOMIC_ACQUIRE); }
-void release(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
+void publish(uint32_t* at, uint32_t value) { __atomic_store_n(at, value, __ATOMIC_RELEASE); }
 
 template <class T>
 T* at(void* base, uint32_t offset) {
@@ -56,7 +56,7 @@ Uring::Uring(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int dept
 
 Uring::~Uring() { close(); }
 
-void Uring::wake() {
+void Uring::wake(int64_t) {
     const uint64_t one = 1;
     while (::write(wake_fd_, &one, sizeof one) < 0 && errno == EINTR) {
     }
@@ -85,7 +85,7 @@ int Uring::call(Command command) {
     std::unique_lock<std::mutex> lock(mutex_);
     if (!alive_) return ESHUTDOWN;
     commands_.push_back(&command);
-    wake();
+    wake(0);
     command_done_.wait(lock, [&] { return command.done; });
     return command.result;
 }
@@ -137,7 +137,6 @@ int Uring::setup() {
     for (const uint32_t flags : {abi::kSingleIssuer | abi::kDeferTaskrun, abi::kCoopTaskrun, 0u}) {
         error = setup_ring(flags);
         if (error == 0) {
-            features_ = flags == 0 ? "plain" : flags == abi::kCoopTaskrun ? "coop taskrun" : "deferred taskrun";
             setup_tables();
             return 0;
         }
@@ -317,7 +316,7 @@ void Uring::prepare_wakeup() {
 void Uring::enter(unsigned wait_for) {
     // What next_sqe filled becomes visible to the kernel at once. The kernel may take fewer; the
     // rest stays in the ring and counts as to be submitted.
-    release(sq_tail_, *sq_tail_ + to_submit_);
+    publish(sq_tail_, *sq_tail_ + to_submit_);
     uint32_t pending = unsubmitted_ + to_submit_;
     to_submit_ = 0;
     for (;;) {
@@ -328,19 +327,50 @@ void Uring::enter(unsigned wait_for) {
             if (pending == 0 || acquire(cq_tail_) != *cq_head_) break;
             continue;
         }
-        if (errno == EINTR) continue;
+        const int error = errno;
+        if (error == EINTR) continue;
         // Out of memory or of room for completions: what is there is reaped first.
         if (acquire(cq_tail_) != *cq_head_) break;
         usleep(1000);
+        if (error == EAGAIN || error == EBUSY || error == ENOMEM) continue;
+        // Nothing that waiting could help: reads that the kernel does not have end with the error.
+        unsubmitted_ = pending;
+        fail_unsubmitted(error);
+        return;
     }
     unsubmitted_ = pending;
 }
 
-void Uring::reap() {
+void Uring::fail_unsubmitted(int error) {
     std::lock_guard<std::mutex> lock(mutex_);
-    uint32_t head = *cq_head_;
-    const uint32_t tail = acquire(cq_tail_);
-    for (; head != tail; ++head) {
+    const uint32_t tail = *sq_tail_;
+    for (uint32_t at = tail - unsubmitted_; at != tail; ++at) {
+        const uint64_t owner = sqes_[at & sq_mask_].user_data;
+        if (owner == kWakeup) {
+            wakeup_armed_ = false;
+            continue;
+        }
+        Op* op = reinterpret_cast<Op*>(owner);
+        release(op);
+        complete(op, -error);
+    }
+    publish(sq_tail_, tail - unsubmitted_);
+    unsubmitted_ = 0;
+}
+
+void Uring::release(Op* op) {
+    --in_flight_;
+    if (op->slot >= 0) --slot_in_flight_[static_cast<size_t>(op->slot)];
+}
+
+void Uring::reap() {
+    const uint32_t first = *cq_head_, tail = acquire(cq_tail_);
+    for (uint32_t head = first; head != tail; ++head) {
+        const abi::Cqe& cqe = cqes_[head & cq_mask_];
+        if (cqe.user_data != kWakeup) deliver(*reinterpret_cast<const Op*>(cqe.user_data), cqe.res);
+    }
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (uint32_t head = first; head != tail; ++head) {
         const abi::Cqe& cqe = cqes_[head & cq_mask_];
         if (cqe.user_data == kWakeup) {
             uint64_t count;
@@ -350,11 +380,10 @@ void Uring::reap() {
             continue;
         }
         Op* op = reinterpret_cast<Op*>(cqe.user_data);
-        --in_flight_;
-        if (op->slot >= 0) --slot_in_flight_[static_cast<size_t>(op->slot)];
+        release(op);
         complete(op, cqe.res);
     }
-    release(cq_head_, head);
+    publish(cq_head_, tail);
 }
 
 }  // namespace flashd::disk

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -22,11 +21,11 @@ public:
     int register_memory(uint8_t* start, size_t size);
     // 0, or EBUSY while a read into it is in flight.
     int unregister_memory(uint8_t* start, size_t size);
-    const std::string& features() const { return features_; }
 
 protected:
-    void wake() override;
+    void wake(int64_t reads) override;
     void join() override;
+    void abandon() override { leak(thread_); }
 
 private:
     struct Command {
@@ -57,6 +56,8 @@ private:
     void prepare_wakeup();
     abi::Sqe* next_sqe();
     void enter(unsigned wait_for);
+    void fail_unsubmitted(int error);
+    void release(Op* op);
     void reap();
 
     const int depth_;
@@ -66,7 +67,6 @@ private:
     std::condition_variable command_done_;
     bool ready_ = false, alive_ = false;
     int setup_error_ = 0;
-    std::string features_;
 
     int ring_fd_ = -1, wake_fd_ = -1;
     bool wakeup_armed_ = false;

@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-JOBS = {pattern: Path(__file__).with_name(f"{pattern}.fio") for pattern in ("randread", "sequential")}
+_NAMES = ("randread", "sequential", "randread-registered", "sequential-registered")
+JOBS = {name: Path(__file__).with_name(f"{name}.fio") for name in _NAMES}
+# fio 3.33 has no option for transparent huge pages; its C library does.
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
 # fio splits names at colons and takes a line of limited length; some dozens of files are as good as all.
 MAX_FILES = 64
 _START_TIMEOUT_S = 60.0
@@ -62,7 +65,7 @@ class Fio:
         """Run one of ``JOBS`` and wait for its end.
 
         Args:
-            job: ``randread`` or ``sequential``.
+            job: a name; those with ``-registered`` are given huge pages, too.
             folder: where the files are.
             files: names relative to ``folder``, which fio takes as they are: no colons.
             size_bytes: of each read.
@@ -78,6 +81,8 @@ class Fio:
             "DEPTH": str(depth),
             "RUNTIME": f"{max(1, round(seconds * 1000))}ms",
         }
+        if job.endswith("-registered"):
+            values["GLIBC_TUNABLES"] = _HUGE_PAGES
         try:
             done = subprocess.run(
                 [self._program, "--readonly", "--output-format=json", str(JOBS[job])],

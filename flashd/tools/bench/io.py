@@ -21,6 +21,7 @@ from flashd.prefetch.stream import RING_BUFFERS, RING_BYTES
 from flashd.tools import host
 from flashd.tools.bench.fio import Fio, FioError, FioResult
 from flashd.tools.bench.measure import MeteredLoop, Sample, measure
+from flashd.tools.bench.report import BytesCheck, IoReport, IoRow
 from flashd.tools.bench.subjects import (
     ENGINES,
     Point,
@@ -34,6 +35,7 @@ from flashd.tools.bench.subjects import (
 DEFAULT_DEPTHS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DEFAULT_SIZES_BYTES = (8 << 10, 16 << 10, 32 << 10)
 MAX_DEPTH = 4096
+MIN_SIZE_BYTES = 512
 MAX_SIZE_BYTES = 16 << 20
 # Reads in flight of the streaming path: its whole ring, in pieces as the engines cut it.
 STREAM_DEPTH = RING_BYTES // PIECE_BYTES
@@ -58,6 +60,7 @@ class IoOptions:
         rounds: how often; figures are medians.
         seconds: of each measurement.
         fio: whether to compare with fio, where it is installed.
+        fio_best: whether fio is also measured at its best, beside ``uring+registered``.
     """
 
     sizes_bytes: tuple[int, ...] = DEFAULT_SIZES_BYTES
@@ -66,6 +69,7 @@ class IoOptions:
     rounds: int = 5
     seconds: float = 0.5
     fio: bool = True
+    fio_best: bool = True
 
     def __post_init__(self) -> None:
         for name in self.engines:
@@ -73,7 +77,6 @@ class IoOptions:
                 raise ConfigError(f"unknown engine {name!r}; known: {', '.join(ENGINES)}")
         limits: tuple[tuple[str, Sequence[float], float, float], ...] = (
             ("depth", self.depths, 1, MAX_DEPTH),
-            ("size in bytes", self.sizes_bytes, 512, MAX_SIZE_BYTES),
             ("rounds", (self.rounds,), 1, 1000),
             ("seconds", (self.seconds,), 0.01, 3600),
         )
@@ -81,12 +84,24 @@ class IoOptions:
             for value in values:
                 if not low <= value <= high:
                     raise ConfigError(f"{what} is {value}, expected {low} to {high}")
+        for size in self.sizes_bytes:
+            if not MIN_SIZE_BYTES <= size <= MAX_SIZE_BYTES:
+                high_mib = MAX_SIZE_BYTES >> 20
+                raise ConfigError(f"size is {size} bytes, expected {MIN_SIZE_BYTES} up to {high_mib} MiB")
         if not self.depths or not self.engines:
             raise ConfigError("nothing to measure: give at least one depth and one engine")
 
 
 # One short round of the bundle's own rows.
-_QUICK: dict[str, Any] = {"sizes_bytes": (), "depths": (1, 32, 128), "rounds": 1, "seconds": 0.1}
+_QUICK: dict[str, Any] = {
+    "sizes_bytes": (),
+    "depths": (1, 32, 128),
+    "rounds": 1,
+    "seconds": 0.1,
+    "fio_best": False,
+}
+_FIO_BEST = "fio, registered"
+_PAGE_CACHE = "buffered"
 
 
 def io_options(given: Mapping[str, Any], quick: bool, fio: bool) -> IoOptions:
@@ -98,88 +113,6 @@ def io_options(given: Mapping[str, Any], quick: bool, fio: bool) -> IoOptions:
     return IoOptions(**((_QUICK if quick else {}) | dict(given)), fio=fio)
 
 
-@dataclass(frozen=True)
-class IoRow:
-    """One line of the result. ``dataclasses.asdict`` makes JSON of it.
-
-    Attributes:
-        engine: one of ``ENGINES``.
-        store: ``file`` or ``zarr``.
-        pattern: ``random`` or ``sequential``.
-        size_bytes: of each read.
-        depth: reads that the kernel holds at once.
-        gb_per_s: median, 1e9 bytes a second.
-        fio_gb_per_s: median of fio's io_uring at this size and depth on the same files, or None.
-        ratio: ``gb_per_s / fio_gb_per_s``, or None.
-        cpu_us_per_read: median; CPU time of all threads for each read.
-        fio_cpu_us_per_read: the same of fio, or None.
-        max_callback_cpu_ms: the most CPU time that one callback took on the event loop in a round, the
-            median of the rounds: a virtual machine's clock counts what its host did meanwhile.
-        max_callback_wall_ms: likewise the longest that one took by the clock.
-        rounds_gb_per_s, fio_rounds_gb_per_s: what the medians are of.
-        note: what one should know about the figure; often empty.
-    """
-
-    engine: str
-    store: str
-    pattern: str
-    size_bytes: int
-    depth: int
-    gb_per_s: float
-    fio_gb_per_s: float | None
-    ratio: float | None
-    cpu_us_per_read: float
-    fio_cpu_us_per_read: float | None
-    max_callback_cpu_ms: float
-    max_callback_wall_ms: float
-    rounds_gb_per_s: list[float]
-    fio_rounds_gb_per_s: list[float]
-    note: str
-
-
-@dataclass(frozen=True)
-class BytesCheck:
-    """Whether the engines read what they say, by the kernel's count.
-
-    Attributes:
-        ok: None where it cannot be known.
-        worst_percent: the largest difference of one row, of the row's bytes, less a MiB that the program
-            itself may have read; None if unknown.
-        detail: in words.
-    """
-
-    ok: bool | None
-    worst_percent: float | None
-    detail: str
-
-
-@dataclass(frozen=True)
-class IoReport:
-    """The result of ``flashd bench io``.
-
-    Attributes:
-        rows: see ``IoRow``.
-        directories: the bundles.
-        device: kernel, file system and disk; empty texts where unknown.
-        fio: its version; None if it took no part.
-        max_callback_cpu_ms: over all rows.
-        bytes_check: see ``BytesCheck``.
-        notes: what was left out, and why.
-    """
-
-    rows: list[IoRow]
-    directories: list[str]
-    device: dict[str, str]
-    fio: str | None
-    max_callback_cpu_ms: float
-    bytes_check: BytesCheck
-    notes: list[str]
-
-    def title(self) -> str:
-        """Kernel, file system and disk in one line."""
-        return ", ".join(filter(None, self.device.values()))
-
-
 @dataclass
 class _Bench:
     """State of one run."""
@@ -189,7 +122,7 @@ class _Bench:
     fio: Fio | None
     notes: list[str] = field(default_factory=list)
     samples: dict[tuple[Source, Point, str], list[Sample]] = field(default_factory=dict)
-    fio_results: dict[tuple[Source, Point], list[FioResult]] = field(default_factory=dict)
+    fio_results: dict[tuple[Source, Point, str], list[FioResult]] = field(default_factory=dict)
     left_out: set[tuple[Source, Point, str]] = field(default_factory=set)
     row_notes: dict[tuple[Source, Point, str], str] = field(default_factory=dict)
 
@@ -200,15 +133,15 @@ class _Bench:
 
     def visit(self, source: Source, point: Point, turn: int) -> None:
         """One measurement of a point by everybody; who begins changes from turn to turn."""
-        everybody = ["fio"] * (self.fio is not None) + list(self.options.engines)
+        everybody = [*self._fios(), *self.options.engines]
         start = turn % len(everybody)
         for name in everybody[start:] + everybody[:start]:
             key = source, point, name
             if key in self.left_out:
                 continue
             try:
-                if name == "fio":
-                    self._run_fio(source, point)
+                if name.startswith("fio"):
+                    self._run_fio(source, point, name)
                 else:
                     sample, note = self.runner.run(self._measure(source, point, name))
                     self.samples.setdefault(key, []).append(sample)
@@ -218,21 +151,29 @@ class _Bench:
                     self.note(f"{name}, {source.store} store, from {point} on: {exc}")
                 self.left_out.add(key)
             except FioError as exc:
-                self.note(f"fio, {point}: {exc}")
+                self.note(f"{name}, {point}: {exc}")
                 self.left_out.add(key)
+
+    def _fios(self) -> list[str]:
+        if self.fio is None:
+            return []
+        best = self.options.fio_best and "uring+registered" in self.options.engines
+        return ["fio", _FIO_BEST] if best else ["fio"]
 
     async def _measure(self, source: Source, point: Point, name: str) -> tuple[Sample, str]:
         async with prepared(source, point, name) as subject:
             sample = await measure(subject.work, subject.engine, self.options.seconds)
             return sample, subject.note()
 
-    def _run_fio(self, source: Source, point: Point) -> None:
+    def _run_fio(self, source: Source, point: Point, name: str) -> None:
         assert self.fio is not None
         job = "randread" if point.pattern == "random" else "sequential"
+        if name == _FIO_BEST:
+            job += "-registered"
         result = self.fio.run(
             job, source.folder, source.files, point.size_bytes, point.depth, self.options.seconds
         )
-        self.fio_results.setdefault((source, point), []).append(result)
+        self.fio_results.setdefault((source, point, name), []).append(result)
 
 
 def bench_io(
@@ -252,9 +193,9 @@ def bench_io(
     Raises:
         BundleError: a directory is no bundle.
         DiskReadError: the device failed.
-        ConfigError: nothing that was asked for can be measured.
+        ConfigError: a directory is named twice, or nothing that was asked for can be measured.
     """
-    sources = [open_source(directory) for directory in directories]
+    sources = _sources(directories)
     fio = Fio.find() if options.fio else None
     with asyncio.Runner(loop_factory=MeteredLoop) as runner:
         bench = _Bench(options, runner, fio)
@@ -277,11 +218,22 @@ def bench_io(
     return _report(sources, bench)
 
 
+def _sources(directories: Sequence[Path]) -> list[Source]:
+    seen: set[Path] = set()
+    for directory in directories:
+        if directory.resolve() in seen:
+            raise ConfigError(f"{directory} is named twice; --also takes another bundle")
+        seen.add(directory.resolve())
+    return [open_source(directory) for directory in directories]
+
+
 def _points(source: Source, options: IoOptions, note: Callable[[str], None]) -> list[Point]:
     """What to measure of a bundle, the cheapest to understand first."""
     stride = source.manifest.ffn.stride_bytes
     # Other sizes than a row's are reads of the one file, past the store.
     others = options.sizes_bytes if source.store == "file" else ()
+    if source.store == "zarr" and options.sizes_bytes != DEFAULT_SIZES_BYTES and options.sizes_bytes:
+        note(f"{source.directory}: a zarr store is read in rows of {stride} bytes; other sizes are left out")
     points = []
     for size in sorted({stride, *others}):
         if size > source.file_bytes:
@@ -299,7 +251,8 @@ def _report(sources: list[Source], bench: _Bench) -> IoReport:
         key=lambda item: (sources.index(item[0][0]), item[0][1], ENGINES.index(item[0][2])),
     ):
         note = bench.row_notes[source, point, name]
-        rows.append(_row(source, point, name, samples, bench.fio_results.get((source, point), []), note))
+        plain, best = (bench.fio_results.get((source, point, fio), []) for fio in ("fio", _FIO_BEST))
+        rows.append(_row(source, point, name, samples, plain, best, note))
     return IoReport(
         rows=rows,
         directories=[str(source.directory) for source in sources],
@@ -312,11 +265,18 @@ def _report(sources: list[Source], bench: _Bench) -> IoReport:
 
 
 def _row(
-    source: Source, point: Point, name: str, samples: list[Sample], fio: list[FioResult], note: str
+    source: Source,
+    point: Point,
+    name: str,
+    samples: list[Sample],
+    fio: list[FioResult],
+    fio_best: list[FioResult],
+    note: str,
 ) -> IoRow:
     gb_per_s = median(sample.gb_per_s for sample in samples)
     fio_gb_per_s = median(result.gb_per_s for result in fio) if fio else None
     return IoRow(
+        bundle=source.directory.resolve().name,
         engine=name,
         store=source.store,
         pattern=point.pattern,
@@ -324,7 +284,8 @@ def _row(
         depth=point.depth,
         gb_per_s=gb_per_s,
         fio_gb_per_s=fio_gb_per_s,
-        ratio=gb_per_s / fio_gb_per_s if fio_gb_per_s else None,
+        fio_best_gb_per_s=median(result.gb_per_s for result in fio_best) if fio_best else None,
+        ratio=gb_per_s / fio_gb_per_s if fio_gb_per_s and name != _PAGE_CACHE else None,
         cpu_us_per_read=median(sample.cpu_us_per_read for sample in samples),
         fio_cpu_us_per_read=median(result.cpu_us_per_read for result in fio) if fio else None,
         max_callback_cpu_ms=median(sample.max_callback_cpu_ms for sample in samples),

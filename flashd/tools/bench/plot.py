@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flashd.errors import ConfigError
-from flashd.tools.bench.io import IoRow
+from flashd.tools.bench.report import IoRow
 from flashd.tools.bench.subjects import ENGINES
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
+
+_FIO, _FIO_BEST = "fio", "fio, registered"
 
 
 def check_plot(path: Path) -> None:
@@ -47,51 +50,88 @@ def plot(rows: Sequence[IoRow], title: str, path: Path) -> None:
 
     random = [row for row in rows if row.pattern == "random"]
     sizes = sorted({row.size_bytes for row in random})
-    figure = Figure(figsize=(4.2 * (len(sizes) + 1), 4.4), layout="constrained")
+    figure = Figure(figsize=(4.2 * (len(sizes) + 1), 5.2), layout="constrained")
     panels: list[Axes] = figure.subplots(1, len(sizes) + 1, sharey=True, squeeze=False)[0].tolist()
     for axes, size in zip(panels, sizes, strict=False):
         _over_depth(axes, [row for row in random if row.size_bytes == size])
-        axes.set_title(f"random reads of {size / 1024:g} KiB")
+        axes.set_title(f"random reads of {_short(size)}")
     _over_size(panels[-1], rows)
     panels[0].set_ylabel("GB/s")
     panels[0].set_ylim(bottom=0)
-    panels[0].legend(fontsize="small")
+    # One for all panels: the lines are the same.
+    named: dict[str, Artist] = {}
+    for axes in panels:
+        for line, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, line)
+    figure.legend(list(named.values()), list(named), fontsize="small", loc="outside lower center", ncols=4)
     figure.suptitle(title)
     figure.savefig(path, format="png", dpi=110)
 
 
-def _look(store: str, engine: str) -> dict[str, Any]:
-    """A colour for each engine, a line for each store."""
-    color = f"C{ENGINES.index(engine)}" if engine in ENGINES else "black"
-    return {"color": color, "linestyle": "-" if store == "file" else ":"}
+# A line: bundle, store, who reads.
+_Key = tuple[str, str, str]
+
+
+def _speeds(row: IoRow) -> Iterator[tuple[_Key, float]]:
+    """The figures that one row holds."""
+    yield (row.bundle, row.store, row.engine), row.gb_per_s
+    if row.fio_gb_per_s is not None:
+        yield (row.bundle, row.store, _FIO), row.fio_gb_per_s
+    if row.fio_best_gb_per_s is not None:
+        yield (row.bundle, row.store, _FIO_BEST), row.fio_best_gb_per_s
+
+
+def _look(bundles: Sequence[str], key: _Key) -> dict[str, Any]:
+    """A colour for each engine; line and marker for each store."""
+    bundle, store, who = key
+    fio = {_FIO: "black", _FIO_BEST: "grey"}
+    color = f"C{ENGINES.index(who)}" if who in ENGINES else fio[who]
+    line, marker = ("-", "o") if store == "file" else (":", "s")
+    label = f"{who}, {store}" + (f" ({bundle})" if len(bundles) > 1 else "")
+    return {"color": color, "linestyle": line, "marker": "x" if who in fio else marker, "label": label}
+
+
+def _bundles(rows: Sequence[IoRow]) -> list[str]:
+    return sorted({row.bundle for row in rows})
 
 
 def _over_depth(axes: Axes, rows: Sequence[IoRow]) -> None:
-    lines: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    lines: dict[_Key, dict[int, float]] = defaultdict(dict)
     for row in rows:
-        lines[row.store, row.engine][row.depth] = row.gb_per_s
-        if row.fio_gb_per_s is not None:
-            lines[row.store, "fio io_uring"][row.depth] = row.fio_gb_per_s
-    for (store, engine), line in lines.items():
-        marker = "o" if engine in ENGINES else "x"
-        label = f"{engine}, {store}"
-        axes.plot(list(line), list(line.values()), marker=marker, label=label, **_look(store, engine))
-    axes.set_xscale("log", base=2)
+        for key, speed in _speeds(row):
+            lines[key][row.depth] = speed
+    for key, line in lines.items():
+        axes.plot(list(line), list(line.values()), **_look(_bundles(rows), key))
+    _ticks(axes, sorted({row.depth for row in rows}), str)
     axes.set_xlabel("reads in flight")
-    axes.grid(alpha=0.3)
 
 
 def _over_size(axes: Axes, rows: Sequence[IoRow]) -> None:
     """The fastest depth of each size; sequential reads are a point of their own."""
-    for marker, pattern in (("o", "random"), ("*", "sequential")):
-        best: dict[tuple[str, str], dict[int, float]] = defaultdict(dict)
+    for pattern in ("random", "sequential"):
+        best: dict[_Key, dict[int, float]] = defaultdict(dict)
         for row in rows:
             if row.pattern == pattern:
-                sizes = best[row.store, row.engine]
-                sizes[row.size_bytes] = max(row.gb_per_s, sizes.get(row.size_bytes, 0.0))
-        for (store, engine), sizes in best.items():
-            axes.plot(list(sizes), list(sizes.values()), marker=marker, **_look(store, engine))
-    axes.set_xscale("log", base=2)
+                for key, speed in _speeds(row):
+                    best[key][row.size_bytes] = max(speed, best[key].get(row.size_bytes, 0.0))
+        for key, sizes in best.items():
+            look = _look(_bundles(rows), key)
+            if pattern == "sequential":
+                look |= {"marker": "*", "markersize": 10, "label": "_sequential"}  # not in the legend
+            axes.plot(list(sizes), list(sizes.values()), **look)
+    _ticks(axes, sorted({row.size_bytes for row in rows}), _short)
     axes.set_xlabel("bytes a read (star: sequential)")
     axes.set_title("fastest depth of each size")
+
+
+def _ticks(axes: Axes, values: Sequence[int], text: Callable[[int], str]) -> None:
+    """A logarithmic axis that names the values measured."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [text(value) for value in values])
+    axes.minorticks_off()
     axes.grid(alpha=0.3)
+
+
+def _short(size_bytes: int) -> str:
+    """``4096`` -> ``4K``."""
+    return f"{size_bytes / 1024:g}K" if size_bytes < 1 << 20 else f"{size_bytes / (1 << 20):g}M"

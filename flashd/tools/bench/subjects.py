@@ -22,6 +22,7 @@ from flashd.store.bundle_file import BundleFileStore
 from flashd.store.open import open_manifest
 from flashd.store.zarr_store import ZarrStore
 from flashd.tools.bench.measure import RandomReads, RandomRows, Stream, Work
+from flashd.tools.reasons import why_not
 
 _REGISTERED = "+registered"
 ENGINES = ("uring", f"uring{_REGISTERED}", "threads", "buffered")
@@ -89,7 +90,7 @@ class Subject:
         if self.engine is None:
             return f"through {self.store.name}"
         if not self.engine.direct:
-            return "through the page cache, emptied before each round"
+            return "through the page cache, emptied before each measurement: partly RAM, so no ratio"
         share = self.engine.stats.scratch_reads / max(1, self.engine.stats.reads)
         return f"{share:.0%} of the reads through scratch: not aligned" if share > 0.01 else ""
 
@@ -122,7 +123,7 @@ async def prepared(source: Source, point: Point, name: str) -> AsyncIterator[Sub
     try:
         store, engine = await _open(source, backend, point.depth)
     except ConfigError as exc:
-        raise Unavailable(str(exc)) from exc
+        raise Unavailable(why_not(exc)) from exc
     try:
         work = _work(source, point, store, engine)
         if backend == "buffered":
@@ -133,11 +134,10 @@ async def prepared(source: Source, point: Point, name: str) -> AsyncIterator[Sub
         why = "its store shows no engine" if engine is None else engine.register(work.memory)
         if engine is None or why:
             raise Unavailable(f"no registered memory: {why}")
-        try:
-            yield Subject(work, store, engine)
-        finally:
-            engine.unregister(work.memory)
+        yield Subject(work, store, engine)
     finally:
+        # After Ctrl-C reads may still be with the kernel. Closing waits for them and gives registered
+        # memory back; `unregister` before that would be refused.
         await store.close()
 
 
