@@ -114,8 +114,9 @@ asan: $(INSTALLED_TEST) ## Run the native modules' tests under AddressSanitizer 
 	@rm -rf build/asan
 	@$(PIP) --no-build-isolation --no-deps --target build/asan . -Cbuild-dir=build/asan-work \
 		-Ccmake.build-type=RelWithDebInfo -Ccmake.define.FLASHD_SANITIZE=$(SANITIZE)
-	@# -S and -P: neither the editable installation nor this directory, but the build above.
-	@env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	@# -S and -P: neither the editable installation nor this directory, but the build above. The sanitizer
+	@# looks for the C++ library's functions before Python has loaded it.
+	@env LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so):$$($(CXX) -print-file-name=libstdc++.so.6)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH="$$PWD/build/asan:$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
 		$(BIN)/python -P -S -m pytest -p no:cacheprovider $(ASAN_TESTS) $(PYTEST_ARGS)
 

@@ -76,9 +76,9 @@ def main() -> None:
         sys.exit(EXIT_FAILURE)
     except OSError as exc:
         fail(exc)
+    except (typer.Abort, KeyboardInterrupt):
+        sys.exit(EXIT_INTERRUPTED)
     except Exception as exc:  # our own bug; the daemon's log has the traceback of its own ones
         if traceback_wanted():
             raise
         fail(f"internal error: {exc!r}; FLASHD_TRACEBACK=1 shows where; please report it")
-    except (typer.Abort, KeyboardInterrupt):
-        sys.exit(EXIT_INTERRUPTED)

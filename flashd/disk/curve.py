@@ -106,11 +106,13 @@ class DeviceCurve:
             )
         try:
             path = _curve_path(directory, self.device, self.engine)
+        except RuntimeError as exc:
+            return str(exc)
+        try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _replace(path, json.dumps({"format": _FORMAT, "format_version": _VERSION, **asdict(self)}))
-        except (OSError, RuntimeError) as exc:
-            where = getattr(exc, "filename", None) or "the cache directory"
-            return f"{where} cannot be written: {getattr(exc, 'strerror', None) or exc}"
+        except OSError as exc:
+            return f"{path.parent} cannot be written: {exc.strerror or exc}"
         return ""
 
 

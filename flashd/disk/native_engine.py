@@ -195,7 +195,7 @@ class UringEngine(NativeEngine):
             # Else the address might be given to somebody else, and reads into that go astray.
             self._registered[memory.ctypes.data] = memory
         if error in (errno.ENOMEM, errno.EPERM):
-            return f"the limit of locked memory (ulimit -l) does not allow {memory.nbytes} bytes"
+            return f"the limit of locked memory (ulimit -l) does not allow {memory.nbytes / 2**20:.4g} MiB"
         return os.strerror(error) if error else ""
 
     def unregister(self, memory: U8Array) -> None:

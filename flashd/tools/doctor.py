@@ -134,19 +134,11 @@ def doctor(
     Raises:
         ConfigError: there is no such directory.
     """
-    if directory.is_file():
-        raise ConfigError(f"{directory} is a file; give its directory: flashd doctor {directory.parent}")
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory; give a bundle, or any directory on the device")
+    _check_directory(directory)
     facts = _Facts()
-    failed = []
     manifest = facts.ask("bundle", lambda: _manifest(directory))
-    if "bundle" in facts.unknown:
-        failed.append("bundle")
     place = _Place(directory, manifest, write, named=curve or measure)
     engine, alignment, probed, tried = _probe(place, facts)
-    if tried and engine is None:
-        failed.append("engine")
 
     def the_curve() -> CurveFacts:
         kept = None if measure else load_curve(directory, None if engine is None else engine.chosen)
@@ -159,8 +151,7 @@ def doctor(
         raise ConfigError(f"not measured; {how}")
 
     the_facts = facts.ask("curve", the_curve)
-    if measure and the_facts is None:
-        failed.append("curve")
+    asked = {"bundle": True, "engine": tried, "curve": measure}
     report = DoctorReport(
         flashd=__version__,
         python=platform.python_version(),
@@ -182,9 +173,16 @@ def doctor(
         curve=the_facts,
         unknown=facts.unknown,
         warnings=[],
-        failed=failed,
+        failed=[fact for fact in asked if asked[fact] and fact in facts.unknown],
     )
     return replace(report, warnings=warnings_of(report))
+
+
+def _check_directory(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{directory} is a file; give its directory: flashd doctor {directory.parent}")
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory; give a bundle, or any directory on the device")
 
 
 def _manifest(directory: Path) -> Manifest | None:
@@ -229,19 +227,17 @@ def _file_to_read(place: _Place, enough_bytes: int, made_bytes: int) -> Iterator
     if size >= enough_bytes:
         yield _Sample(path, made=False)
         return
+    elsewhere = "give a bundle, or a directory that you may write to"
     missing = f"no file of {_size(enough_bytes)} to read in {place.directory}"
     if not place.write:
         raise ConfigError(f"{missing}, and none may be written")
     nbytes = min(made_bytes, shutil.disk_usage(place.directory).free // _PART_OF_FREE)
     if nbytes < _WRITE_BYTES:
-        raise ConfigError(f"{missing}, and no space to make one")
+        raise ConfigError(f"{missing}, and no space to make one; {elsewhere}")
     try:
         fd = _nameless_file(place)
     except OSError as exc:
-        raise ConfigError(
-            f"{missing}, and none can be made ({exc.strerror}); give a bundle, or a directory that you "
-            "may write to"
-        ) from exc
+        raise ConfigError(f"{missing}, and none can be made ({exc.strerror}); {elsewhere}") from exc
     with os.fdopen(fd, "wb") as file:
         rng = np.random.default_rng()  # what compresses would be read too fast
         for _ in range(nbytes // _WRITE_BYTES):

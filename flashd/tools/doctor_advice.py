@@ -16,7 +16,18 @@ _REINSTALL = "install flashd again where a C++ compiler is"
 
 def warnings_of(report: DoctorReport) -> list[str]:
     """What is worth changing, and how. ``report.warnings`` is not looked at."""
-    return [*_engine(report), *_locked_memory(report), *_bundle(report), *_device(report), *_code(report)]
+    parts = (_failed, _engine, _locked_memory, _bundle, _device, _code)
+    return [text for part in parts for text in part(report)]
+
+
+def _failed(report: DoctorReport) -> Iterator[str]:
+    says = {
+        "bundle": "the bundle cannot be used",
+        "engine": "no read engine works here",
+        "curve": "the device's curve could not be measured",
+    }
+    for fact in report.failed:
+        yield f"{says[fact]}: {report.unknown.get(fact, 'unknown why')}"
 
 
 def _engine(report: DoctorReport) -> Iterator[str]:
@@ -81,8 +92,6 @@ def _locked_memory(report: DoctorReport) -> Iterator[str]:
 
 def _bundle(report: DoctorReport) -> Iterator[str]:
     bundle = report.bundle
-    if "bundle" in report.unknown:
-        yield f"the bundle cannot be used: {report.unknown['bundle']}"
     if bundle is None:
         return
     if bundle.through_scratch:

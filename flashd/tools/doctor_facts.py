@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from flashd.disk.curve import CurvePoint
 from flashd.tools.host import LockedMemory, MemoryLimit, Mount
 
-
 # ``CurveFacts.not_kept`` where that was the wish.
 NOT_WANTED = "--no-write"
 

@@ -306,14 +306,14 @@ def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     curve = curve_of(tmp_path)
     for directory in (tmp_path / "file" / "flashd", Path("/proc/flashd")):
-        assert "cannot be kept" in curve.save(directory)
+        assert "cannot be written" in curve.save(directory)
         assert load_curve(tmp_path, directory=directory) is None
 
 
 def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     path = kept(tmp_path)
     path.mkdir()
-    assert "cannot be kept" in curve_of(tmp_path).save(tmp_path)
+    assert "cannot be written" in curve_of(tmp_path).save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(["aside", path.name])
 
 

@@ -1,29 +1,24 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
-from dataclasses import asdict, fields, replace
+import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from support import flashd_command, flashd_env
 
-from flashd.cli.disk import curve_table, doctor_rows
-from flashd.disk.curve import CurvePoint
+from flashd.cli.disk_report import curve_table, doctor_rows
 from flashd.errors import ConfigError
 from flashd.testing.bundles import make_bundle
 from flashd.tools import host
 from flashd.tools.doctor import bundle_facts, doctor
-from flashd.tools.doctor_advice import warnings_of
 from flashd.tools.doctor_facts import (
     Alignment,
-    BundleFacts,
-    Candidate,
-    CurveFacts,
     DoctorReport,
-    EngineChoice,
-    KernelFacts,
 )
 
 GIB = 1 << 30
@@ -65,16 +60,23 @@ def test_the_command_in_a_bundle(tmp_path: Path) -> None:
 def test_the_command_for_people(tmp_path: Path) -> None:
     done = flashd(tmp_path, "doctor")
     assert done.returncode == 0, done.stderr
-    facts = dict(line.split("\t", 1) for line in done.stdout.splitlines())
+    facts = dict(line.split("\t", 1) for line in done.stdout.splitlines() if "\t" in line)
     assert facts["bundle"] == "none here"
     assert facts["device curve"].startswith("unknown: not measured")
     assert facts["kernel"] == host.kernel()
-    assert facts["  buffered"].startswith("works: ")
+    assert facts["  buffered"] == "works"
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith(("warning: ", "nothing to improve"))
+    assert "warning" not in done.stderr
     assert all(facts.values())
     assert not list(tmp_path.glob(".flashd*"))
     gone = flashd(tmp_path, "doctor", "nowhere")
     assert (gone.returncode, gone.stdout) == (2, "")
     assert "no such directory" in gone.stderr
+    (tmp_path / "file").write_bytes(b"x")
+    file = flashd(tmp_path, "doctor", "file")
+    assert (file.returncode, file.stdout) == (2, "")
+    assert "is a file; give its directory" in file.stderr
 
 
 def test_the_curve_is_measured_once_and_kept(tmp_path: Path) -> None:
@@ -110,23 +112,98 @@ def test_nothing_is_written_where_it_must_not_be(tmp_path: Path) -> None:
     place.mkdir()
     report = doctor(place, write=False)
     assert (report.engine, report.alignment, report.curve, report.probed_file) == (None, None, None, None)
-    for fact in ("engine", "alignment", "curve"):
+    for fact in ("engine", "alignment"):
         assert "none may be written" in report.unknown[fact]
+    assert "--measure does, and does not keep it" in report.unknown["curve"]
     assert not list(place.iterdir())
-    assert dict(doctor_rows(report))["read engine"].startswith("unknown: no file of")
+    shown = dict(doctor_rows(report))
+    assert shown["read engine"].startswith("unknown: no file of 128 KiB")
+    assert shown["registered buffers"] == shown["alignment"] == "unknown, as above"
+    assert report.failed == [], "nothing was asked for that failed"
     # A file that is there is read instead.
     (place / "file").write_bytes(os.urandom(1 << 20))
-    found = doctor(place, write=False, curve=False)
+    found = doctor(place, write=False)
+    assert found.curve is None
     assert found.engine is not None
     assert found.probed_file == str(place / "file")
     assert (found.alignment is not None) == ("alignment" not in found.unknown)
 
 
+def test_without_writing_a_curve_is_measured_and_shown_only(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    (place / "file").write_bytes(os.urandom(64 << 20))
+    report = doctor(place, write=False, measure=True, curve_limit_s=0.4)
+    assert report.curve is not None, report.unknown
+    assert report.curve.not_kept == "--no-write"
+    assert "not kept: --no-write" in dict(doctor_rows(report))["device curve"]
+    assert "would be read over" in dict(doctor_rows(report))["device curve"]
+    assert not any("not kept" in text for text in report.warnings), "that was the wish"
+    assert [path.name for path in place.iterdir()] == ["file"]
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_measurement_that_was_asked_for_and_failed_is_a_failure(tmp_path: Path) -> None:
+    done = flashd(tmp_path, "doctor", "--measure", "--no-write", "--json")
+    assert done.returncode == 1
+    report = json.loads(done.stdout)
+    assert report["failed"] == ["curve"]
+    assert any(
+        "could not be measured" in text and "none may be written" in text for text in report["warnings"]
+    )
+
+
+def test_killed_while_measuring_it_leaves_no_file(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    command = flashd_command("doctor", "place")
+    with subprocess.Popen(command, env=flashd_env(tmp_path), cwd=tmp_path, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        assert b"measuring" in process.stderr.readline()
+        deadline_s = time.monotonic() + 20
+        while time.monotonic() < deadline_s and process.poll() is None and not _reads(process.pid):
+            time.sleep(0.01)
+        assert process.poll() is None
+        assert not list(place.iterdir()), "the temporary file has a name"
+        process.kill()
+    assert not list(place.iterdir())
+
+
+def _reads(pid: int) -> bool:
+    """Whether a process has a temporary file open."""
+    try:
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    except OSError:
+        return False
+    return any("(deleted)" in link and "place" in link for link in links)
+
+
+def test_a_file_system_without_nameless_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse(path: Path, flags: int, *args: int, **more: int) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return real(path, flags, *args, **more)
+
+    monkeypatch.setattr("flashd.tools.doctor.os.open", refuse)
+    report = doctor(tmp_path, curve_limit_s=0.2)
+    assert report.engine is not None
+    assert report.probed_file is None
+    assert not list(tmp_path.glob(".flashd*"))
+    # The current directory, where nobody asked for anything to be written.
+    report = doctor(tmp_path, curve=False)
+    assert report.engine is None
+    assert "Operation not supported" in report.unknown["engine"]
+
+
 def test_a_directory_that_cannot_be_written_fails_nothing() -> None:
     report = doctor(Path("/sys"))
     assert report.engine is None
-    assert report.unknown["engine"]
+    assert "give a bundle, or a directory" in report.unknown["engine"]
+    assert "Errno" not in " ".join(report.unknown.values())
     assert report.unknown["curve"]
+    assert report.failed == []
     assert report.mount is not None
     assert report.mount.file_system == "sysfs"
     assert report.mount.disk == ""
@@ -140,6 +217,10 @@ def test_a_damaged_bundle_is_told(tmp_path: Path) -> None:
     assert "ffn.bundle" in report.unknown["bundle"]
     assert any("the bundle cannot be used" in text for text in report.warnings)
     assert report.engine is not None
+    assert report.failed == ["bundle"]
+    done = flashd(tmp_path, "doctor", str(made.directory), "--no-write")
+    assert done.returncode == 1
+    assert done.stdout.count("ffn.bundle") == 1, "once, in the warning"
 
 
 def test_a_zarr_bundle(tmp_path: Path) -> None:
@@ -162,202 +243,6 @@ def test_a_stride_that_does_not_fit_the_device(tmp_path: Path) -> None:
         facts = bundle_facts(manifest, alignment)
         assert facts.through_scratch is scratch
         assert word in facts.layout_note
-
-
-# --- advice
-
-
-HEALTHY = DoctorReport(
-    flashd="0.1.0",
-    python="3.11.2",
-    kernel="Linux 6.6.0 x86_64",
-    directory="model",
-    probed_file="model/ffn.bundle",
-    mount=host.Mount("ext4", "/dev/nvme0n1p2", "nvme0n1", "A disk", False),
-    free_bytes=100 * GIB,
-    engine=EngineChoice(
-        "uring",
-        "O_DIRECT",
-        True,
-        64,
-        [Candidate("uring", True, "O_DIRECT"), Candidate("threads", True, "O_DIRECT")],
-        True,
-        "",
-    ),
-    alignment=Alignment(512, "stated by statx"),
-    io_uring_disabled=0,
-    locked_memory=host.LockedMemory(64 << 20, 64 << 20, False),
-    memory_limits=[],
-    total_ram_bytes=16 * GIB,
-    available_ram_bytes=12 * GIB,
-    transparent_hugepages="madvise",
-    kernels=KernelFacts(True, True, "avx2", ["avx2", "portable"], 8),
-    bundle=BundleFacts("file", 16384, "in place", False, 2 * GIB),
-    curve=CurveFacts("cache", False, "uring", 1, 8192, [CurvePoint(4096, 1, 0.05, 80.0)], ""),
-    unknown={},
-    warnings=[],
-)
-assert HEALTHY.engine is not None
-THREADS = replace(
-    HEALTHY.engine,
-    chosen="threads",
-    candidates=[Candidate("uring", False, "Operation not permitted"), Candidate("threads", True, "O_DIRECT")],
-)
-PAGE_CACHE = replace(
-    HEALTHY.engine,
-    chosen="buffered",
-    direct=False,
-    candidates=[Candidate("uring", False, "no"), Candidate("threads", False, "open with O_DIRECT: no")],
-)
-
-
-def test_a_healthy_machine_gets_no_advice() -> None:
-    assert warnings_of(HEALTHY) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "reason", "remedy"),
-    [
-        ({"engine": THREADS}, "Operation not permitted", "seccomp"),
-        ({"engine": THREADS, "io_uring_disabled": 2}, "io_uring is not used", "set it to 0"),
-        ({"engine": THREADS, "io_uring_disabled": 1}, "io_uring is not used", "io_uring_group"),
-        ({"engine": PAGE_CACHE}, "open with O_DIRECT: no", "ext4 or xfs"),
-        (
-            {"engine": PAGE_CACHE, "kernels": KernelFacts(True, False, "avx2", ["avx2"], 8)},
-            "page cache",
-            "C++ compiler",
-        ),
-        ({"locked_memory": host.LockedMemory(65536, 65536, False)}, "`ulimit -l` is 64 KiB", "LimitMEMLOCK="),
-        (
-            {"engine": replace(HEALTHY.engine, registered_buffers=False, registered_reason="old kernel")},
-            "old kernel",
-            "ulimit -l",
-        ),
-        ({"bundle": BundleFacts("file", 512, "", True, 1)}, "512 bytes", "convert the model again"),
-        ({"available_ram_bytes": GIB}, "only 1024 MiB", "free some"),
-        ({"memory_limits": [host.MemoryLimit("/a", 2, GIB, None, 5)]}, "only 1024 MiB", "cgroup"),
-        ({"memory_limits": [host.MemoryLimit("/a", 2, None, GIB, 5)]}, "only 1024 MiB", "cgroup"),
-        ({"mount": host.Mount("tmpfs", "tmpfs", "", "", None)}, "tmpfs is RAM", "memory"),
-        (
-            {
-                "mount": host.Mount("ext4", "/dev/sda1", "sda", "", True),
-                "curve": replace(HEALTHY.curve, points=[CurvePoint(4096, 1, 0.0005, 8000.0)]),
-            },
-            "sda rotates",
-            "SSD",
-        ),
-        ({"curve": replace(HEALTHY.curve, not_kept="no space")}, "no space", "not read over"),
-        ({"kernels": KernelFacts(False, True, "numpy", ["numpy"], 8)}, "native kernels", "C++ compiler"),
-    ],
-)  # fmt: skip
-def test_advice_names_reason_and_remedy(changes: dict[str, object], reason: str, remedy: str) -> None:
-    (text,) = warnings_of(replace(HEALTHY, **changes))  # type: ignore[arg-type]  # by field
-    assert reason in text
-    assert remedy in text
-
-
-def test_what_is_unknown_gives_no_advice() -> None:
-    blank = replace(
-        HEALTHY,
-        **dict.fromkeys(
-            ("mount", "free_bytes", "engine", "alignment", "io_uring_disabled", "locked_memory",
-             "memory_limits", "total_ram_bytes", "available_ram_bytes", "transparent_hugepages", "bundle",
-             "curve"),
-        ),  # type: ignore[arg-type]  # all of them may be None
-        unknown={"mount": "no /proc"},
-    )  # fmt: skip
-    assert warnings_of(blank) == []
-    assert ("file system", "unknown: no /proc") in doctor_rows(blank)
-    assert json.loads(json.dumps(asdict(blank)))["engine"] is None
-
-
-def test_a_virtual_disk_that_says_it_rotates_is_not_believed() -> None:
-    lies = replace(HEALTHY, mount=host.Mount("ext4", "/dev/vda", "vda", "", True))
-    assert warnings_of(lies) == []
-    assert "says it rotates" in dict(doctor_rows(lies))["file system"]
-
-
-# --- the machine, from files as kernels write them
-
-
-def machine(root: Path, mountinfo: str, cgroup: str, **files: str) -> Path:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/mountinfo").write_text(mountinfo)
-    (root / "proc/self/cgroup").write_text(cgroup)
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-V2 = "30 23 0:26 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
-V1 = (
-    "31 23 0:27 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"
-    "32 23 0:28 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"
-)
-
-
-def test_every_ancestor_that_limits_memory_v2(tmp_path: Path) -> None:
-    base = "sys/fs/cgroup"
-    files = {
-        f"{base}/a/b/c/memory.max": "max\n",
-        f"{base}/a/b/c/memory.high": "1000000\n",
-        f"{base}/a/b/c/memory.current": "5\n",
-        f"{base}/a/b/memory.max": "max\n",
-        f"{base}/a/b/memory.high": "max\n",
-        f"{base}/a/memory.max": "2000000\n",
-        f"{base}/a/memory.high": "max\n",
-        f"{base}/a/memory.current": "77\n",
-    }
-    root = machine(tmp_path, V2, "0::/a/b/c\n", **files)
-    assert host.memory_limits(root) == [
-        host.MemoryLimit("/a/b/c", 2, None, 1_000_000, 5),
-        host.MemoryLimit("/a", 2, 2_000_000, None, 77),
-    ]
-
-
-def test_every_ancestor_that_limits_memory_v1(tmp_path: Path) -> None:
-    base = "sys/fs/cgroup/memory"
-    files = {
-        f"{base}/memory.limit_in_bytes": "9223372036854771712\n",
-        f"{base}/docker/memory.limit_in_bytes": "3000000\n",
-        f"{base}/docker/memory.usage_in_bytes": "123\n",
-        f"{base}/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
-    }
-    root = machine(tmp_path, V1, "4:memory:/docker/x\n2:cpu:/\n0::/\n", **files)
-    assert host.memory_limits(root) == [host.MemoryLimit("/docker", 1, 3_000_000, None, 123)]
-
-
-def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
-    files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "4000000\n"}
-    root = machine(tmp_path, V1, "4:memory:/docker/0123\n", **files)
-    assert host.memory_limits(root) == [host.MemoryLimit("/", 1, 4_000_000, None, 0)]
-
-
-def test_no_cgroups_at_all(tmp_path: Path) -> None:
-    assert host.memory_limits(machine(tmp_path, "", "")) == []
-    with pytest.raises(FileNotFoundError):
-        host.memory_limits(tmp_path / "nowhere")
-
-
-def test_small_facts_of_the_kernel(tmp_path: Path) -> None:
-    files = {
-        "proc/sys/kernel/io_uring_disabled": "2\n",
-        "sys/kernel/mm/transparent_hugepage/enabled": "always [madvise] never\n",
-        "proc/self/status": "Name:\tx\nCapEff:\t0000000000004000\n",
-    }
-    root = machine(tmp_path, "", "", **files)
-    assert host.io_uring_disabled(root) == 2
-    assert host.transparent_hugepages(root) == "madvise"
-    assert host.locked_memory(root).unlimited_by_capability
-    (root / "proc/self/status").write_text("CapEff:\t0000000000003fff\n")
-    assert not host.locked_memory(root).unlimited_by_capability
-    (root / "sys/kernel/mm/transparent_hugepage/enabled").write_text("never\n")
-    with pytest.raises(ValueError, match="never"):
-        host.transparent_hugepages(root)
-    with pytest.raises(FileNotFoundError):
-        host.io_uring_disabled(tmp_path / "nowhere")
 
 
 def test_no_such_directory(tmp_path: Path) -> None:

@@ -129,6 +129,9 @@ void attention(nb::handle q_, nb::handle k_, nb::handle v_, int64_t length, floa
     parallel_for(heads_of, heads, chunk, workers);
 }
 
+// Less is summed before other threads have woken up; they had better go on computing.
+constexpr int64_t kSerialCrcBytes = 1 << 20;
+
 void crc32c(nb::handle rows_, nb::handle out_) {
     const Shape rows_shape{"n", "stride"};
     const Array rows("crc32c", "rows", rows_, {Type::u8}, &rows_shape);
@@ -143,7 +146,7 @@ void crc32c(nb::handle rows_, nb::handle out_) {
             crc32c_rows(rows.data<uint8_t>() + first * stride, stride, last - first, out.data<uint32_t>() + first,
                         hardware);
         },
-        rows.size(0), (chunk_of(stride) + 2) / 3 * 3);
+        rows.size(0), (chunk_of(stride) + 2) / 3 * 3, rows.size(0) * stride < kSerialCrcBytes ? 1 : thread_count());
 }
 
 // Elements behind which a conversion is worth a second thread.

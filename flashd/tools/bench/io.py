@@ -246,13 +246,16 @@ def _points(source: Source, options: IoOptions, note: Callable[[str], None]) -> 
 
 def _report(sources: list[Source], bench: _Bench) -> IoReport:
     rows = []
+    names = {source: source.directory.resolve().name for source in sources}
+    if len(set(names.values())) < len(sources):
+        names = {source: str(source.directory) for source in sources}
     for (source, point, name), samples in sorted(
         bench.samples.items(),
         key=lambda item: (sources.index(item[0][0]), item[0][1], ENGINES.index(item[0][2])),
     ):
         note = bench.row_notes[source, point, name]
         plain, best = (bench.fio_results.get((source, point, fio), []) for fio in ("fio", _FIO_BEST))
-        rows.append(_row(source, point, name, samples, plain, best, note))
+        rows.append(_row(names[source], source.store, point, name, samples, plain, best, note))
     return IoReport(
         rows=rows,
         directories=[str(source.directory) for source in sources],
@@ -265,7 +268,8 @@ def _report(sources: list[Source], bench: _Bench) -> IoReport:
 
 
 def _row(
-    source: Source,
+    bundle: str,
+    store: str,
     point: Point,
     name: str,
     samples: list[Sample],
@@ -276,9 +280,9 @@ def _row(
     gb_per_s = median(sample.gb_per_s for sample in samples)
     fio_gb_per_s = median(result.gb_per_s for result in fio) if fio else None
     return IoRow(
-        bundle=source.directory.resolve().name,
+        bundle=bundle,
         engine=name,
-        store=source.store,
+        store=store,
         pattern=point.pattern,
         size_bytes=point.size_bytes,
         depth=point.depth,

@@ -50,12 +50,13 @@ def plot(rows: Sequence[IoRow], title: str, path: Path) -> None:
 
     random = [row for row in rows if row.pattern == "random"]
     sizes = sorted({row.size_bytes for row in random})
+    bundles = sorted({row.bundle for row in rows})
     figure = Figure(figsize=(4.2 * (len(sizes) + 1), 5.2), layout="constrained")
     panels: list[Axes] = figure.subplots(1, len(sizes) + 1, sharey=True, squeeze=False)[0].tolist()
     for axes, size in zip(panels, sizes, strict=False):
-        _over_depth(axes, [row for row in random if row.size_bytes == size])
+        _over_depth(axes, [row for row in random if row.size_bytes == size], bundles)
         axes.set_title(f"random reads of {_short(size)}")
-    _over_size(panels[-1], rows)
+    _over_size(panels[-1], rows, bundles)
     panels[0].set_ylabel("GB/s")
     panels[0].set_ylim(bottom=0)
     # One for all panels: the lines are the same.
@@ -91,22 +92,18 @@ def _look(bundles: Sequence[str], key: _Key) -> dict[str, Any]:
     return {"color": color, "linestyle": line, "marker": "x" if who in fio else marker, "label": label}
 
 
-def _bundles(rows: Sequence[IoRow]) -> list[str]:
-    return sorted({row.bundle for row in rows})
-
-
-def _over_depth(axes: Axes, rows: Sequence[IoRow]) -> None:
+def _over_depth(axes: Axes, rows: Sequence[IoRow], bundles: Sequence[str]) -> None:
     lines: dict[_Key, dict[int, float]] = defaultdict(dict)
     for row in rows:
         for key, speed in _speeds(row):
             lines[key][row.depth] = speed
     for key, line in lines.items():
-        axes.plot(list(line), list(line.values()), **_look(_bundles(rows), key))
+        axes.plot(list(line), list(line.values()), **_look(bundles, key))
     _ticks(axes, sorted({row.depth for row in rows}), str)
     axes.set_xlabel("reads in flight")
 
 
-def _over_size(axes: Axes, rows: Sequence[IoRow]) -> None:
+def _over_size(axes: Axes, rows: Sequence[IoRow], bundles: Sequence[str]) -> None:
     """The fastest depth of each size; sequential reads are a point of their own."""
     for pattern in ("random", "sequential"):
         best: dict[_Key, dict[int, float]] = defaultdict(dict)
@@ -115,7 +112,7 @@ def _over_size(axes: Axes, rows: Sequence[IoRow]) -> None:
                 for key, speed in _speeds(row):
                     best[key][row.size_bytes] = max(speed, best[key].get(row.size_bytes, 0.0))
         for key, sizes in best.items():
-            look = _look(_bundles(rows), key)
+            look = _look(bundles, key)
             if pattern == "sequential":
                 look |= {"marker": "*", "markersize": 10, "label": "_sequential"}  # not in the legend
             axes.plot(list(sizes), list(sizes.values()), **look)

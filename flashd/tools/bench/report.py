@@ -90,4 +90,7 @@ class IoReport:
 
     def title(self) -> str:
         """Kernel, file system and disk in one line."""
-        return ", ".join(filter(None, self.device.values()))
+        facts = dict(self.device)
+        if facts.get("disk") and facts.get("source", "").endswith(facts["disk"]):
+            del facts["disk"]  # said with its directory
+        return ", ".join(filter(None, facts.values()))
