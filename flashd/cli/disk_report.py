@@ -135,6 +135,8 @@ def _release() -> str:
 
 
 def _ago(seconds: float) -> str:
+    if seconds < -60:  # a clock that was put back, or a damaged file
+        return "in the future"
     for name, unit_s in (("week", 7 * _DAY_S), ("day", _DAY_S), ("hour", 3600.0), ("minute", 60.0)):
         count = int(seconds // unit_s)
         if count:

@@ -13,8 +13,9 @@ from flashd.disk.blocking import OpenFile, read_exactly
 from flashd.disk.engine import ReadBatch, ReadEngine
 from flashd.disk.files import FileTable
 from flashd.disk.pieces import Pieces, cut_evenly, plan_pieces
+from flashd.errors import DiskReadError
 from flashd.stats import ReadStats
-from flashd.types import I64Array
+from flashd.types import I64Array, U8Array
 
 # Cached reads are copies: a few threads saturate memory, and a cold cache reads ahead by itself.
 N_THREADS = 8
@@ -25,6 +26,7 @@ class _Transfer:
 
     def __init__(self, batch: ReadBatch, pieces: Pieces) -> None:
         self.dest = batch.dest.data
+        self.address = batch.dest.ctypes.data
         self.file: list[int] = pieces.file.tolist()
         self.offset: list[int] = pieces.offset_bytes.tolist()
         self.length: list[int] = pieces.length_bytes.tolist()
@@ -59,6 +61,7 @@ class BufferedEngine(ReadEngine):
         self._files = FileTable(paths)
         self._stats = ReadStats()
         self._in_flight: set[asyncio.Task[None]] = set()
+        self._transfers: set[_Transfer] = set()
         self._executor = ThreadPoolExecutor(depth, thread_name_prefix="flashd-buffered")
         self._read_run = aiofiles.os.wrap(self._read_some)
         self._closing: asyncio.Future[None] | None = None
@@ -79,6 +82,8 @@ class BufferedEngine(ReadEngine):
         task = asyncio.create_task(self._run(transfer, pieces.file))
         self._in_flight.add(task)
         task.add_done_callback(self._in_flight.discard)
+        self._transfers.add(transfer)
+        task.add_done_callback(lambda done: self._transfers.discard(transfer))
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -96,6 +101,8 @@ class BufferedEngine(ReadEngine):
         for counted in transfer.counted:
             self._stats.add(counted)
         for result in results:
+            if isinstance(result, RuntimeError):  # of the executor
+                raise DiskReadError(f"{self.paths[0]}: cannot be read: {result}") from result
             if isinstance(result, BaseException):
                 raise result
 
@@ -106,9 +113,10 @@ class BufferedEngine(ReadEngine):
             while done < stop and not transfer.stopped:
                 index, at, length = transfer.file[done], transfer.at[done], transfer.length[done]
                 file = OpenFile(self._files.fd(index), self.paths[index])
-                more = read_exactly(file, transfer.dest[at : at + length], transfer.offset[done])
+                more, again = read_exactly(file, transfer.dest[at : at + length], transfer.offset[done])
                 stats.continued += more
-                stats.reads += 1 + more
+                stats.retried += again
+                stats.reads += 1 + more + again
                 stats.bytes_read += length
                 done += 1
         except BaseException:
@@ -117,6 +125,15 @@ class BufferedEngine(ReadEngine):
         finally:
             stats.dropped = stop - done
             transfer.counted.append(stats)
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``ReadEngine.unregister``."""
+        start = memory.ctypes.data
+        for transfer in self._transfers:
+            base = start - transfer.address
+            for at, length in zip(transfer.at, transfer.length, strict=True):
+                if at < base + memory.size and base < at + length:
+                    raise ValueError("a read into this memory is in flight")
 
     async def close(self) -> None:
         """See ``ReadEngine.close``."""

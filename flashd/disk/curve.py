@@ -21,13 +21,15 @@ from typing import Any
 from flashd.config import cache_dir
 from flashd.disk.device import device_identity
 from flashd.disk.probe import ENGINES
-from flashd.layout.coalesce import break_even_gap_bytes
+from flashd.layout.coalesce import MAX_CURVE_SIZES, break_even_gap_bytes
 
 # A smaller file lies in the caches of many a device and says little about reads all over it.
 MIN_FILE_BYTES = 64 << 20
 _FORMAT = "flashd-device-curve"
 _VERSION = 1
 _MAX_FILE_BYTES = 1 << 20
+# Many times what is ever measured: more would cost memory and time at each start of the daemon.
+_MAX_POINTS = 1024
 _LEAST, _MOST = 1e-12, 1 << 62  # beyond is no measurement, and might overflow
 
 
@@ -188,7 +190,11 @@ def _from_json(values: Any) -> DeviceCurve | None:
     ):
         return None
     raw = values.get("points")
-    if not isinstance(raw, list) or not raw or not all(_fits(_POINT_TYPES, point) for point in raw):
+    if not isinstance(raw, list) or not 0 < len(raw) <= _MAX_POINTS:
+        return None
+    if not all(_fits(_POINT_TYPES, point) for point in raw):
+        return None
+    if len({point["size_bytes"] for point in raw}) > MAX_CURVE_SIZES:
         return None
     points = tuple(CurvePoint(**{name: point[name] for name in _POINT_TYPES}) for point in raw)
     values = {**values, "points": points}

@@ -37,12 +37,12 @@ class FileTable:
         moved: Callable[[int, int], None] = lambda index, fd: None,
         max_open: int | None = None,
     ) -> None:
+        self._fds: dict[int, int] = {}  # in the order of use
         self.paths = tuple(paths)
         max_open = max_open or max_open_files()
         self._flags = flags
         self._moved = moved
         self._max_open = max_open
-        self._fds: dict[int, int] = {}  # in the order of use
         self._holders: dict[int, int] = {}
         self._opening = asyncio.Lock()
         try:
@@ -106,6 +106,9 @@ class FileTable:
         """The descriptor, which is the caller's to close now."""
         self._moved(index, -1)
         return self._fds.pop(index)
+
+    def __del__(self) -> None:
+        self.close()  # of an engine that nobody closed
 
     def close(self) -> None:
         """Close what is open. No read may be in flight."""

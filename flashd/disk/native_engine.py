@@ -34,6 +34,9 @@ except ImportError:  # FLASHD_NO_NATIVE=1 at installation
 DEFAULT_DEPTH = {"uring": 64, "threads": 32}
 
 
+_MAX_REGISTERED_BYTES = 1 << 30
+
+
 def scratch_bytes(alignment_bytes: int) -> int:
     """Size of a scratch buffer: a piece and its aligned surroundings."""
     return SCRATCH_PIECE_BYTES + 2 * alignment_bytes
@@ -93,6 +96,8 @@ class NativeEngine(ReadEngine):
         """See ``ReadEngine.read``."""
         if self._closing is not None:
             raise ValueError(f"{self.paths[0]}: the read engine is closed")
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise ValueError(f"{self.paths[0]}: the read engine belongs to another event loop")
         pieces = plan_pieces(batch, self.alignment_bytes)
         if not len(pieces):
             return
@@ -137,27 +142,37 @@ class NativeEngine(ReadEngine):
         """The eventfd says that batches have ended."""
         for number, end, error, file, offset, length in self._core.completed():
             future, files = self._waiting.pop(number)
-            self._files.release(files)
             if future.done():  # cancelled
-                continue
-            if end == "ok":
+                pass
+            elif end == "ok":
                 future.set_result(None)
             elif end == "dropped":
                 future.cancel()
             else:
-                future.set_exception(self._error(self.paths[file], offset, length, error))
+                future.set_exception(self._error(file, offset, length, error))
+            self._files.release(files)
         self._settle()
 
-    def _error(self, path: str, offset: int, length: int, error: int) -> Exception:
-        """What went wrong with one read; ``error`` is 0 where the file ended."""
+    def _error(self, file: int, offset: int, length: int, error: int) -> Exception:
+        """What went wrong with one read of a file that is held; ``error`` is 0 where the file ended."""
+        path = self.paths[file]
         if error:
             failed = read_failed(path, length, offset, os.strerror(error))
             failed.__cause__ = OSError(error, os.strerror(error))
             return failed
-        size = os.stat(path).st_size if os.path.exists(path) else offset
+        size = self.file_bytes(file)
         if size >= offset + length:
             return read_failed(path, length, offset, f"nothing came, though the file has {size} bytes")
         return truncated(path, size, offset + length)
+
+    def file_bytes(self, file: int) -> int:
+        """Size now of a file that is open, whatever its path names by now."""
+        return os.fstat(self._files.fd(file)).st_size
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``ReadEngine.unregister``."""
+        if self._core.touches(memory):
+            raise ValueError("a read into this memory is in flight")
 
     def _settle(self) -> None:
         if not self._waiting and not self._entering:
@@ -166,8 +181,22 @@ class NativeEngine(ReadEngine):
     async def close(self) -> None:
         """See ``ReadEngine.close``."""
         if self._closing is None:
+            if self._loop not in (None, asyncio.get_running_loop()):
+                self._close_elsewhere()
+                return
             self._closing = asyncio.ensure_future(self._close())
         await asyncio.shield(self._closing)
+
+    def _close_elsewhere(self) -> None:
+        """On another loop than the one that read: that one must be over. Its reads are waited for
+        without it, which may take a moment of this one."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            raise ValueError(f"{self.paths[0]}: close the read engine on its own event loop")
+        self._core.close()
+        self._files.close()
+        self._closing = asyncio.get_running_loop().create_future()
+        self._closing.set_result(None)
 
     async def _close(self) -> None:
         self._idle.clear()
@@ -177,6 +206,10 @@ class NativeEngine(ReadEngine):
             self._loop.remove_reader(self._core.fileno())
         self._core.close()
         self._files.close()
+        self._forget_memory()
+
+    def _forget_memory(self) -> None:
+        """Nothing is registered any more."""
 
 
 class UringEngine(NativeEngine):
@@ -188,9 +221,16 @@ class UringEngine(NativeEngine):
         super().__init__(*args)
         self._registered: dict[int, U8Array] = {}
 
+    def _forget_memory(self) -> None:
+        self._registered.clear()
+
     def register(self, memory: U8Array) -> str:
         """See ``ReadEngine.register``. At most 1 GiB at once."""
+        if memory.nbytes > _MAX_REGISTERED_BYTES:
+            return f"at most 1 GiB can be registered at once, not {memory.nbytes / 2**30:.4g}"
         error = self._core.register_memory(memory)
+        if error == errno.ESHUTDOWN:
+            return "the engine is closed"
         if not error:
             # Else the address might be given to somebody else, and reads into that go astray.
             self._registered[memory.ctypes.data] = memory
@@ -200,9 +240,8 @@ class UringEngine(NativeEngine):
 
     def unregister(self, memory: U8Array) -> None:
         """See ``ReadEngine.unregister``."""
+        super().unregister(memory)
         error = self._core.unregister_memory(memory)
-        if error == errno.EBUSY:
-            raise ValueError("a read into this memory is in flight")
         if error and error != errno.ESHUTDOWN:  # a ring that is gone holds nothing
             raise DiskReadError(f"memory cannot be unregistered: {os.strerror(error)}; it stays in use")
         known = self._registered.get(memory.ctypes.data)

@@ -22,6 +22,7 @@ from flashd.errors import BundleCorruptError, ConfigError, DiskReadError
 # Fastest first: what ``auto`` tries.
 ENGINES = ("uring", "threads", "buffered")
 BACKENDS = ("auto", *ENGINES)
+MAX_DEPTH = 4096
 PROBED_ALIGNMENTS_BYTES = (512, 4096, MAX_ALIGNMENT_BYTES)
 
 _AT_EMPTY_PATH = 0x1000
@@ -49,6 +50,8 @@ async def open_engine(paths: Paths, backend: str = "auto", *, depth: int | None 
         raise ConfigError(f"unknown read backend {backend!r}; known: {', '.join(BACKENDS)}")
     if not names:
         raise ValueError("no file to read")
+    if depth is not None and not 1 <= depth <= MAX_DEPTH:
+        raise ConfigError(f"read depth is {depth}, expected 1 to {MAX_DEPTH}")
     reasons: list[str] = []
     for name in ENGINES if backend == "auto" else (backend,):
         engine, why = await _open(name, names, depth, reasons)
@@ -67,7 +70,8 @@ async def _open(
     because = f" ({'; '.join(reasons)})" if reasons else ""
     if name == "buffered":
         options = {} if depth is None else {"depth": depth}
-        return await asyncio.to_thread(BufferedEngine, paths, f"page cache{because}", **options), ""
+        cached = await asyncio.to_thread(BufferedEngine, paths, f"page cache{because}", **options)
+        return await _tried(cached, 0, 1)
     if not native_engine.AVAILABLE:
         return None, "the native module is not installed"
     sizes = await asyncio.to_thread(_sizes, paths)  # of tens of thousands of chunks, perhaps
@@ -82,7 +86,11 @@ async def _open(
     except OSError as exc:
         hint = "; the limit of locked memory (ulimit -l) may be too low" if exc.errno == errno.ENOMEM else ""
         return None, f"{exc.strerror or exc}{hint}"
-    problem = await try_engine(engine, paths.index(sample), sizes[sample])
+    return await _tried(engine, paths.index(sample), sizes[sample])
+
+
+async def _tried(engine: ReadEngine, file: int, file_bytes: int) -> tuple[ReadEngine | None, str]:
+    problem = await try_engine(engine, file, file_bytes)
     if problem is None:
         return engine, ""
     await engine.close()

@@ -21,6 +21,8 @@ BoolArray = npt.NDArray[np.bool_]
 
 # Destination row of neurons that are read and thrown away.
 GAP = -1
+# The search for a curve's best line takes memory with the third power of its sizes: 3 MiB with so many.
+MAX_CURVE_SIZES = 64
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,8 @@ def break_even_gap_bytes(size_bytes: npt.ArrayLike, read_s: npt.ArrayLike) -> in
     bend it, and large reads do not drown small ones.
 
     Args:
-        size_bytes: ``[n]`` sizes of reads.
+        size_bytes: ``[n]`` sizes of reads. Of more than ``MAX_CURVE_SIZES`` so many are used, evenly chosen
+            from the smallest to the largest.
         read_s: ``[n]`` time the device needs for a read of that size: elapsed time through reads done.
 
     Returns:
@@ -156,6 +159,10 @@ def break_even_gap_bytes(size_bytes: npt.ArrayLike, read_s: npt.ArrayLike) -> in
         raise ValueError(f"{list(size.shape)} sizes and {list(time.shape)} times, expected one time a size")
     if not (np.isfinite(size) & np.isfinite(time) & (size > 0) & (time > 0)).all():
         raise ValueError("a size or time is not a positive number")
+    if len(size) > MAX_CURVE_SIZES:
+        kept = np.linspace(0, len(size) - 1, MAX_CURVE_SIZES).round().astype(np.int64)
+        kept = np.argsort(size, kind="stable")[kept]
+        size, time = size[kept], time[kept]
     if len(set(size.tolist())) < 3:
         return 0
     i, j = np.triu_indices(len(size), 1)

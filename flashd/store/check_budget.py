@@ -68,7 +68,9 @@ class CheckBudget:
         self._earn()
         row_ns = row_bytes * self.ns_per_byte
         level_ns = max(0.0, self._level_ns)
-        affordable = min(n_rows * min(1.0, level_ns / _ALL_NS), level_ns / row_ns)
+        affordable = n_rows * min(1.0, level_ns / _ALL_NS)
+        if row_ns > 0:  # a coarse clock may have measured nothing at all
+            affordable = min(affordable, level_ns / row_ns)
         # Rounded up as often as the fraction says: else a read of a few rows would never be checked.
         count = min(n_rows, int(affordable + self._random.random()))
         self._level_ns -= count * row_ns
@@ -87,7 +89,7 @@ class CheckBudget:
         self._earn()
         self._measured_ns = self._measured_ns * _MEMORY + spent_ns
         self._measured_bytes = self._measured_bytes * _MEMORY + n_bytes
-        must_ns = spent_ns * must_bytes / n_bytes
+        must_ns = spent_ns * must_bytes / n_bytes if n_bytes else 0.0
         level_ns = self._level_ns + reserved_ns - (spent_ns - must_ns)
         self._level_ns = min(CAPACITY_NS, level_ns, max(0.0, level_ns - must_ns))
 

@@ -142,12 +142,26 @@ async def _open_rows(directory: Path, manifest: Manifest, backend: str) -> Weigh
     return await ZarrStore.open(directory / ZARR, manifest.ffn, backend)
 
 
-def load_sums(directory: Path, manifest: Manifest) -> U32Array:
-    """CRC32C of every neuron row, ``[n_layers, n_neurons]``."""
+def load_sums(directory: Path, manifest: Manifest, *, check: bool = True) -> U32Array:
+    """CRC32C of every neuron row, ``[n_layers, n_neurons]``.
+
+    Args:
+        directory: the bundle.
+        manifest: its manifest.
+        check: whether to compare the file with its SHA-256 first, so that damage to it is not taken for
+            damage to the rows. ``flashd verify`` reports both and does so itself.
+
+    Raises:
+        BundleCorruptError: with ``check``, the file is not what was written; or it is too short.
+        DiskReadError: the device failed.
+    """
     shape = (manifest.ffn.n_layers, manifest.ffn.n_neurons)
     raw = np.empty(4 * shape[0] * shape[1], np.uint8)
-    with ReadOnce(directory / SUMS) as file:
+    path = directory / SUMS
+    with ReadOnce(path) as file:
         file.read_into(0, raw)
+    if check and hashlib.sha256(raw.data).hexdigest() != manifest.file(SUMS).sha256:
+        raise _exchanged(path)
     return raw.view("<u4").reshape(shape)
 
 
@@ -196,11 +210,15 @@ def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]
             loaded[name] = raw.view(_RESIDENT_DTYPES[entry.dtype]).reshape(entry.shape)
     # The converter leaves no gaps: header and tensors are the whole file.
     if digest.hexdigest() != manifest.file(RESIDENT).sha256:
-        raise BundleCorruptError(
-            f"{path}: its SHA-256 is not the manifest's: damaged or exchanged; copy the bundle again "
-            "or convert the model again"
-        )
+        raise _exchanged(path)
     return loaded
+
+
+def _exchanged(path: Path) -> BundleCorruptError:
+    return BundleCorruptError(
+        f"{path}: its SHA-256 is not the manifest's: damaged or exchanged; copy the bundle again "
+        "or convert the model again"
+    )
 
 
 def _read_header(file: ReadOnce, where: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ NO_FILE = -1
 _LEFT_OUT = np.uint64(2**64 - 1)
 _ENTRY_BYTES = 16
 _SUM_BYTES = 4
-_MAX_DOCUMENT_BYTES = 1 << 20
+# A metadata file is a few hundred bytes.
+MAX_DOCUMENT_BYTES = 1 << 20
+# A shard's index is read whole: this many entries are 64 MiB.
+_MAX_INDEX_CHUNKS = 1 << 22
 # An index is one small read; several at a time hide a slow device's latency.
 _READ_AT_ONCE = 8
 _REMEDY = "copy the bundle again or convert the model again"
@@ -142,13 +146,13 @@ def _document(path: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     with ReadOnce(path) as file:
-        if file.size_bytes > _MAX_DOCUMENT_BYTES:
+        if file.size_bytes > MAX_DOCUMENT_BYTES:
             return None
         raw = np.empty(file.size_bytes, np.uint8)
         file.read_into(0, raw)
     try:
         document = json.loads(raw.tobytes())
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter for thousands of brackets
         return None
     return document if isinstance(document, dict) else None
 
@@ -213,22 +217,45 @@ def locate_chunks(array: Path, layout: ZarrLayout, n_neurons: int, stride_bytes:
     table = ChunkTable(layout, paths, file, offset, nbytes)
     if layout.raw:
         _check_raw(table, layout.chunk_rows * stride_bytes + layout.trailing_bytes)
+    else:
+        _check_packed(table, most_stored_bytes(layout.chunk_rows * stride_bytes))
     return table
+
+
+def most_stored_bytes(chunk_bytes: int) -> int:
+    """More than any sane codec makes of ``chunk_bytes``: none doubles what it cannot pack."""
+    return 2 * chunk_bytes + (64 << 10)
 
 
 def _size(path: str) -> int | None:
     """Size of a chunk's file; None if it was left out."""
     try:
-        return os.stat(path).st_size
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as exc:
         raise DiskReadError(f"{path}: {exc.strerror}; check its permissions and the device (dmesg)") from exc
+    check_regular(path, status)
+    return status.st_size
+
+
+def check_regular(path: str | Path, status: os.stat_result) -> None:
+    """Refuse what is no file: opening a FIFO would wait for its writer for ever.
+
+    Raises:
+        BundleCorruptError: named after ``path``.
+    """
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleCorruptError(f"{path}: not a regular file ({stat.filemode(status.st_mode)}); {_REMEDY}")
 
 
 def _read_index(path: str, layout: ZarrLayout) -> np.ndarray[tuple[int, ...], np.dtype[np.uint64]]:
     """Offset and length of every chunk of a shard, ``[file_chunks, 2]``."""
     index_bytes = layout.file_chunks * _ENTRY_BYTES
+    if layout.file_chunks > _MAX_INDEX_CHUNKS:
+        raise BundleCorruptError(
+            f"{path}: a shard of {layout.file_chunks} chunks, expected at most {_MAX_INDEX_CHUNKS}; {_REMEDY}"
+        )
     with ReadOnce(path) as file:
         at = 0 if layout.index_at_start else file.size_bytes - index_bytes - _SUM_BYTES
         # Before the memory is asked for: a damaged document may promise any number of chunks.
@@ -273,6 +300,16 @@ def _check_raw(table: ChunkTable, expected_bytes: int) -> None:
         raise BundleCorruptError(
             f"{table.paths[table.file[i]]}: chunk {i} has {table.nbytes[i]} bytes, "
             f"expected {expected_bytes}; {_REMEDY}"
+        )
+
+
+def _check_packed(table: ChunkTable, most_bytes: int) -> None:
+    bad = np.flatnonzero((table.file != NO_FILE) & ((table.nbytes > most_bytes) | (table.nbytes < 0)))
+    if bad.size:
+        i = int(bad[0])
+        raise BundleCorruptError(
+            f"{table.paths[table.file[i]]}: chunk {i} has {table.nbytes[i]} bytes, "
+            f"expected at most {most_bytes}; {_REMEDY}"
         )
 
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 import zarr.api.asynchronous as zarr_async
-from zarr.abc.store import ByteRequest
+from zarr.abc.codec import Codec
+from zarr.abc.store import ByteRequest, RangeByteRequest
 from zarr.codecs import ShardingCodec
 from zarr.core.array import AsyncArray
 from zarr.core.array_spec import ArrayConfig
@@ -27,7 +30,8 @@ from zarr.core.group import AsyncGroup
 from zarr.storage import LocalStore
 
 from flashd.errors import BundleCorruptError, DiskReadError, FlashdError
-from flashd.store.zarr_chunks import Runs
+from flashd.store.zarr_bounded import bound_codecs
+from flashd.store.zarr_chunks import MAX_DOCUMENT_BYTES, Runs, check_regular, most_stored_bytes
 from flashd.store.zarr_layout import ZarrLayout, layout_of
 from flashd.types import FFNGeometry, U8Array
 
@@ -43,6 +47,7 @@ class _StrictStore(LocalStore):
         if not root.is_dir():
             raise BundleCorruptError(f"{root}: no such directory; convert the model again")
         super().__init__(root, read_only=True)
+        self._most_bytes: dict[str, int] = {}
         self._at_open = frozenset(str(p.relative_to(root)) for p in root.rglob("*") if p.is_file())
 
     async def get(
@@ -51,10 +56,37 @@ class _StrictStore(LocalStore):
         prototype: BufferPrototype | None = None,
         byte_range: ByteRequest | None = None,
     ) -> Buffer | None:
+        self._check_size(key, byte_range)
         value = await super().get(key, prototype, byte_range)
         if value is None and key in self._at_open:
             raise BundleCorruptError(f"{self.root / key}: disappeared while in use; convert the model again")
         return value
+
+    def allow(self, prefix: str, most_bytes: int) -> None:
+        """Let reads of keys below ``prefix`` have ``most_bytes``; others have what metadata may have."""
+        self._most_bytes[prefix] = most_bytes
+
+    def _check_size(self, key: str, byte_range: ByteRequest | None) -> None:
+        """zarr reads what it is told to, however much, and waits for a FIFO for ever."""
+        path = self.root / key
+        try:
+            status = os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        if not os.path.isdir(path):  # zarr takes it for a chunk that was left out
+            check_regular(path, status)
+        most_bytes = MAX_DOCUMENT_BYTES
+        if not key.rpartition("/")[2].startswith((".z", "zarr.json")):
+            most_bytes = self._most_bytes.get("/".join(key.split("/")[:2]), MAX_DOCUMENT_BYTES)
+        nbytes = status.st_size
+        if isinstance(byte_range, RangeByteRequest):
+            nbytes = min(nbytes, byte_range.end) - byte_range.start
+        elif byte_range is not None:
+            nbytes = min(nbytes, getattr(byte_range, "suffix", nbytes))
+        if nbytes > most_bytes:
+            raise BundleCorruptError(
+                f"{path}: {nbytes} bytes to read, expected at most {most_bytes}; convert the model again"
+            )
 
 
 class _InlineLoop(asyncio.SelectorEventLoop):
@@ -129,13 +161,14 @@ class ZarrArray:
         document = documents["zarr.json" if array.metadata.zarr_format == 3 else ".zarray"]
         n_neurons, stride_bytes = array.shape
         self.layout: ZarrLayout | None = layout_of(json.loads(document.to_bytes()), (n_neurons, stride_bytes))
+        bound_codecs(array)
         self._array = array
         self._prototype = prototype
         if self.layout is None:
             return
         self._pipeline = array.codec_pipeline
         if self.layout.sharded:
-            sharding = cast(ShardingCodec, array.metadata.codecs[0])
+            sharding = cast(ShardingCodec, next(iter(cast(Iterable[Codec], self._pipeline))))
             self._pipeline = sharding.codec_pipeline
         config = ArrayConfig.from_dict({"order": array.order, "write_empty_chunks": False})
         spec = array.metadata.get_chunk_spec((0, 0), config, prototype)
@@ -188,7 +221,8 @@ async def open_arrays(root: Path, geometry: FFNGeometry) -> list[ZarrArray]:
         BundleCorruptError: no zarr group, or arrays of another shape or dtype.
     """
     expected = (geometry.n_neurons, geometry.stride_bytes)
-    group = cast(AsyncGroup, await named(root, zarr_async.open_group(_StrictStore(root), mode="r")))
+    store = _StrictStore(root)
+    group = cast(AsyncGroup, await named(root, zarr_async.open_group(store, mode="r")))
     arrays = []
     for layer in range(geometry.n_layers):
         where = root / f"layers/{layer}"
@@ -198,6 +232,14 @@ async def open_arrays(root: Path, geometry: FFNGeometry) -> list[ZarrArray]:
             raise BundleCorruptError(
                 f"{root}: layers/{layer} is {got}, expected uint8{expected}; convert the model again"
             )
+        if min(file_shape := array.shards or array.chunks) < 1 or min(array.chunks) < 1:
+            raise BundleCorruptError(
+                f"{where}: chunks of {array.chunks} in files of {file_shape}, expected at least one row and "
+                "one byte; convert the model again"
+            )
+        # Each chunk of a shard has 16 bytes in its index, and a codec's header.
+        headers_bytes = 128 * (prod(file_shape) // prod(array.chunks))
+        store.allow(f"layers/{layer}", most_stored_bytes(prod(file_shape)) + headers_bytes)
         arrays.append(ZarrArray(where, array))
     return arrays
 

@@ -59,6 +59,11 @@ class FakeEngine(NativeEngine):
         # The core never looks at its file, but there has to be one.
         super().__init__("fake", core, [os.devnull], alignment_bytes, depth, "asked for", flags=0)
         self.paths = ("fake",)
+        self._content_bytes = len(content)
+
+    def file_bytes(self, file: int) -> int:
+        """See ``NativeEngine.file_bytes``."""
+        return self._content_bytes
 
     @property
     def max_in_flight(self) -> int:

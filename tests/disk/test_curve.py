@@ -327,3 +327,12 @@ def test_the_cache_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for unusable in ("", "relative"):
         assert cache_dir({"XDG_CACHE_HOME": unusable}) == tmp_path / "home" / ".cache" / "flashd"
+
+
+@pytest.mark.parametrize(("sizes", "depths", "good"), [(64, 16, True), (65, 1, False), (8, 129, False)])
+def test_more_points_than_anyone_measures(tmp_path: Path, sizes: int, depths: int, good: bool) -> None:
+    points = tuple(
+        CurvePoint(4096 * (size + 1), depth + 1, 1.0, 1.0) for size in range(sizes) for depth in range(depths)
+    )
+    assert curve_of(tmp_path, points=points).save(tmp_path) == ""
+    assert (load_curve(tmp_path, directory=tmp_path) is not None) == good

@@ -17,8 +17,9 @@ import psutil
 import pytest
 
 from flashd.disk.buffers import aligned_empty
-from flashd.disk.engine import ReadBatch
+from flashd.disk.engine import ReadBatch, ReadEngine
 from flashd.disk.probe import open_engine
+from flashd.errors import BundleCorruptError
 from flashd.testing.engine_suite import one_read, random_file
 
 BACKENDS = ["uring", "threads", "buffered"]
@@ -131,6 +132,54 @@ def test_large_batches_hardly_touch_the_event_loop(
     assert 3 < len(times_ns) < 50
     # What is slow by itself is slow each time; a virtual machine's clock counts its host's work, too.
     assert min(slowest_ns) < CALLBACK_LIMIT_NS, slowest_ns
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_a_file_that_is_short_and_gone(tmp_path: Path, backend: str) -> None:
+    """What is said of a read that came to its end is about the open file, not about its name."""
+    random_file(tmp_path / "f", 1000)
+    engine = await open_engine(tmp_path / "f", backend)
+    (tmp_path / "f").unlink()
+    for _ in range(3):
+        with pytest.raises(BundleCorruptError, match="ends at byte 1000"):
+            await engine.read(one_read(0, aligned_empty(5000)))
+    await engine.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+async def test_engines_that_nobody_closed_give_their_descriptors_back(tmp_path: Path, backend: str) -> None:
+    random_file(tmp_path / "f", 1 << 20)
+    before = psutil.Process().num_fds()
+    for _ in range(30):
+        await open_engine(tmp_path / "f", backend)
+    loop = asyncio.get_running_loop()
+    for fd in range(before, before + 200):  # the event loop knows them
+        loop.remove_reader(fd)
+    gc.collect()
+    assert psutil.Process().num_fds() <= before + 5
+
+
+@pytest.mark.parametrize("backend", ["uring", "threads"])
+def test_closing_on_another_loop(tmp_path: Path, backend: str) -> None:
+    content = random_file(tmp_path / "f", 8 << 20)
+    dest = aligned_empty(8 << 20)
+
+    async def leave() -> ReadEngine:
+        engine = await open_engine(tmp_path / "f", backend)
+        reading = asyncio.ensure_future(engine.read(one_read(0, dest)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        del reading
+        return engine
+
+    engine = asyncio.run(leave())
+    with pytest.raises(ValueError, match="another event loop"):
+        asyncio.run(engine.read(one_read(0, dest)))
+    asyncio.run(engine.close())
+    asyncio.run(engine.close())
+    rows = dest.reshape(-1, 4096)
+    arrived = rows.any(1)
+    np.testing.assert_array_equal(rows[arrived], content.reshape(-1, 4096)[arrived])
 
 
 _FORK = """

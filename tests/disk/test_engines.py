@@ -133,6 +133,7 @@ async def test_buffered_retries_eio_once(tmp_path: Path, monkeypatch: pytest.Mon
     dest = aligned_empty(100_000)
     await engine.read(one_read(0, dest))
     np.testing.assert_array_equal(dest, content)
+    assert engine.stats.retried == 1
     failures[:] = [OSError(errno.EIO, "Input/output error")] * 2
     with pytest.raises(DiskReadError, match="Input/output error"):
         await engine.read(one_read(0, aligned_empty(3000)))

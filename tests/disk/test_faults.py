@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import numpy as np
 import pytest
@@ -149,6 +150,28 @@ async def test_cancelling_half_way_drops_what_was_not_submitted() -> None:
     assert stats.reads + stats.dropped == n + 1
     arrived = dest.reshape(n, 4096).any(1)
     np.testing.assert_array_equal(dest.reshape(n, 4096)[arrived], content.reshape(-1, 4096)[:n][arrived])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 8])
+@pytest.mark.parametrize("faults", [{"short_share": 0.9}, {"eio_share": 0.3}])
+async def test_retries_that_hold_all_scratch_memory_go_on(depth: int, faults: dict[str, float]) -> None:
+    """Prefetches that wait for another try hold what a demand read needs; the demand must not hold them."""
+    content = content_of(1 << 20)
+    engine = FakeEngine(content, depth=depth, latency_us=100, **faults)
+    n, length = 20, 2000
+
+    async def keep_reading(prefetch: bool) -> None:
+        for round_ in range(40):
+            offset = (np.arange(n) + round_) * (length + 1) + 1
+            dest = np.empty(n * length, np.uint8)
+            batch = ReadBatch(offset, np.full(n, length), dest, np.arange(n) * length)
+            with contextlib.suppress(DiskReadError):
+                await engine.read(batch, prefetch=prefetch)
+                for start, row in zip(offset, dest.reshape(n, length), strict=True):
+                    np.testing.assert_array_equal(row, content[start : start + length])
+
+    await asyncio.wait_for(asyncio.gather(keep_reading(True), keep_reading(False)), 60)
+    await engine.close()
 
 
 async def test_failing_batches_leave_the_others_alone() -> None:

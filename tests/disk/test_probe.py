@@ -146,6 +146,20 @@ async def test_missing_file(tmp_path: Path, backend: str) -> None:
         await open_engine(tmp_path / "nothing", backend)
 
 
+@pytest.mark.parametrize("backend", ["auto", "uring", "threads", "buffered"])
+async def test_a_fifo_does_not_hold_the_opening(tmp_path: Path, backend: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(DiskReadError, match="not a regular file"):
+        await open_engine(tmp_path / "fifo", backend)
+
+
+@pytest.mark.parametrize("depth", [-1, 0, 4097])
+@pytest.mark.parametrize("backend", ["auto", "uring", "threads", "buffered"])
+async def test_depths_that_cannot_be(path: Path, backend: str, depth: int) -> None:
+    with pytest.raises(ConfigError, match=f"depth is {depth}, expected 1 to 4096"):
+        await open_engine(path, backend, depth=depth)
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 511, 513])
 async def test_tiny_files(tmp_path: Path, nbytes: int) -> None:
     file = tmp_path / "tiny"

@@ -15,6 +15,7 @@ from flashd.disk.native_engine import UringEngine
 from flashd.disk.probe import open_engine
 from flashd.disk.slabs import SLAB_BYTES, SlabBuffer
 from flashd.testing.engine_suite import one_read, random_file
+from flashd.testing.fake_engine import FakeEngine
 from flashd.types import U8Array
 
 ROW_BYTES = 16 << 10
@@ -99,6 +100,46 @@ async def test_a_slab_with_a_read_in_flight_stays(tmp_path: Path) -> None:
     await task
     assert all("in flight" in reason for reason in refused)
     np.testing.assert_array_equal(buffer.memory[:SLAB_BYTES], content[:SLAB_BYTES])
+    buffer.close()
+    await engine.close()
+
+
+@pytest.mark.parametrize("backend", ["fake", "uring", "threads", "buffered"])
+async def test_reads_of_every_kind_count_as_in_flight(tmp_path: Path, backend: str) -> None:
+    """Into several places, over the border of two slabs, waiting in the queue: pages that go under them
+    would take what is read with them."""
+    content = random_file(tmp_path / "f", 4 << 20)
+    engine: ReadEngine = FakeEngine(content, depth=2, latency_us=3000)
+    if backend != "fake":
+        engine = await open_engine(tmp_path / "f", backend, depth=2)
+    buffer = SlabBuffer(8 * 65536, engine, 65536)
+    n = 32
+    scattered = ReadBatch(
+        np.arange(n) * 8192,
+        np.full(2 * n, 4096),
+        buffer.memory,
+        (np.arange(2 * n) + 64) * 4096 % buffer.memory.size,
+        np.arange(n) * 2,
+    )
+    across = ReadBatch(np.array([0]), np.array([65536]), buffer.memory, np.array([32768]))
+    for batch in (scattered, across) * (1 if backend == "fake" else 10):
+        buffer.resize(8 * 65536)
+        task = asyncio.create_task(engine.read(batch))
+        await asyncio.sleep(0)
+        try:
+            buffer.resize(0)
+        except ValueError:
+            assert buffer.size_bytes == 8 * 65536
+            await task
+            if batch is across:
+                np.testing.assert_array_equal(buffer.memory[32768 : 32768 + 65536], content[:65536])
+        else:
+            # It has ended already, and only the event loop does not know yet.
+            assert backend != "fake"
+            assert not buffer.memory.any()
+            await task
+            assert not buffer.memory.any(), "something was read into pages that were given back"
+    buffer.resize(0)
     buffer.close()
     await engine.close()
 

@@ -216,3 +216,10 @@ def test_break_even_at_the_ends(sizes: list[int], read_s: list[float], expected:
 def test_break_even_of_nonsense(sizes: list[int], read_s: list[float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         break_even_gap_bytes(sizes, read_s)
+
+
+def test_break_even_of_very_many_sizes() -> None:
+    """As of few: a hundred thousand would take petabytes if all of them were paired."""
+    sizes = np.random.default_rng(0).permutation(np.arange(1, 100_001) * 512)
+    assert break_even_gap_bytes(sizes, 20e-6 + 0.4e-9 * sizes) == pytest.approx(50_000, abs=1)
+    assert break_even_gap_bytes([4096] * 1000 + [8192, 16384], [1.0] * 1002) == 0

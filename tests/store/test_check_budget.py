@@ -182,3 +182,17 @@ def test_a_check_that_takes_longer_than_reserved_is_paid_for() -> None:
     assert run.budget.level_ns == pytest.approx(-2 * CAPACITY_NS)
     run.clock.now_ns += MAX_PAUSE_NS
     assert not run.read().any()
+
+
+def test_checks_that_take_no_time_at_all() -> None:
+    """By a clock that is too coarse for them; or of nothing."""
+    clock = Clock()
+    budget = CheckBudget(clock)
+    budget.settle(0, 1000)
+    budget.settle(0, 0)
+    assert budget.sample(10, 512).count <= 1
+    clock.now_ns += MAX_PAUSE_NS * 100
+    for _ in range(20):
+        clock.now_ns += MAX_PAUSE_NS
+        budget.settle(0, 0)
+    assert budget.sample(10, 512).count == 10

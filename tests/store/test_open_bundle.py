@@ -151,3 +151,15 @@ async def test_auto_is_direct_here(bundle: MadeBundle) -> None:
     store = await open_store(bundle.directory, bundle.manifest)
     assert store.name == "file/uring"
     await store.close()
+
+
+async def test_damaged_sums_are_not_taken_for_damaged_rows(bundle: MadeBundle) -> None:
+    path = bundle.directory / SUMS
+    content = bytearray(path.read_bytes())
+    content[5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BundleCorruptError, match="SHA-256") as caught:
+        await open_store(bundle.directory, open_manifest(bundle.directory), verify="auto")
+    assert str(caught.value).startswith(f"{path}: ")
+    store = await open_store(bundle.directory, open_manifest(bundle.directory))  # nobody needs them
+    await store.close()

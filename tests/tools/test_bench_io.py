@@ -146,6 +146,11 @@ def test_wrong_arguments_name_the_remedy(bundle: MadeBundle, tmp_path: Path) -> 
         ((good, "--engine", "tape"), ConfigError, "known: uring"),
         ((good, "--depth", "0"), ConfigError, "expected 1 to"),
         ((good, "--size", "big"), ConfigError, "16K"),
+        (
+            (good, "--depth", "4096", "--size", "16M"),
+            ConfigError,
+            "128.0 GiB of memory, expected at most 1 GiB",
+        ),
         ((good, "--depth", "8,deep"), ConfigError, "'deep'"),
         ((good, "--size", "1"), ConfigError, "expected 512 up to 16 MiB"),
         ((good, "--also", f"{good}/."), ConfigError, "named twice"),

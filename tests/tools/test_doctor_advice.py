@@ -153,6 +153,8 @@ def test_a_curve_of_another_kernel_is_told() -> None:
     old = replace(HEALTHY, curve=replace(HEALTHY.curve, measured_unix_s=weeks_ago_s, kernel="4.4.0"))
     text = dict(doctor_rows(old))["device curve"]
     assert "3 weeks ago on another kernel (4.4.0)" in text
+    odd = replace(HEALTHY, curve=replace(HEALTHY.curve, measured_unix_s=1 << 61))
+    assert "measured in the future with" in dict(doctor_rows(odd))["device curve"]
     assert "--measure repeats it" in text
     assert "another kernel" not in dict(doctor_rows(HEALTHY))["device curve"]
 

@@ -17,22 +17,32 @@ namespace {
 // Bytes that nobody wants land here; longer gaps use it several times.
 constexpr int64_t kTrashBytes = 64 << 10;
 
+// Null without memory.
 uint8_t* aligned(int64_t alignment, int64_t nbytes) {
     void* memory = nullptr;
     const size_t to = static_cast<size_t>(std::max<int64_t>(alignment, 4096));
-    if (posix_memalign(&memory, to, static_cast<size_t>((nbytes + 4095) / 4096 * 4096)) != 0) throw std::bad_alloc();
+    if (posix_memalign(&memory, to, static_cast<size_t>((nbytes + 4095) / 4096 * 4096)) != 0) return nullptr;
     return static_cast<uint8_t*>(memory);
 }
 
 }  // namespace
 
-Core::Core(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int max_scratch)
+Core::Core(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int max_scratch, int depth)
     : alignment_(alignment),
       fds_(static_cast<size_t>(n_files), -1),
       scratch_bytes_(scratch_bytes),
       max_scratch_(max_scratch),
       pid_(getpid()) {
+    // Whoever reads should not have to ask for memory. These are all the reads there can be: as many
+    // prefetches as were in flight may wait for another try while demand reads take their place.
+    for (int i = 0; i < 2 * depth; ++i) {
+        ops_.push_back(std::make_unique<Op>());
+        ops_.back()->iov.reserve(1);
+        free_ops_.push_back(ops_.back().get());
+    }
+    free_scratch_.reserve(static_cast<size_t>(max_scratch));
     trash_ = aligned(alignment, kTrashBytes);
+    if (!trash_) throw std::bad_alloc();
     event_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (event_fd_ < 0) {
         const int error = errno;
@@ -133,8 +143,11 @@ Op* Core::take() {
         std::deque<Batch*>& queue = queue_[level];
         if (queue.empty()) continue;
         Batch* batch = queue.front();
-        // A read in flight will give its scratch back.
-        if (needs_scratch(*batch) && free_scratch_.empty() && n_scratch_ == max_scratch_) return nullptr;
+        // A read in flight, or one that is to be tried again, will give its scratch back.
+        if (needs_scratch(*batch) && !have_scratch(batch)) {
+            if (!queue.empty() && queue.front() != batch) --level;  // that one has ended, for want of memory
+            continue;
+        }
         Op* op = make(batch);
         if (batch->next == batch->count) queue.pop_front();
         return op;
@@ -142,19 +155,25 @@ Op* Core::take() {
     return nullptr;
 }
 
-Op* Core::make(Batch* batch) {
-    if (free_ops_.empty()) {
-        ops_.push_back(std::make_unique<Op>());
-        free_ops_.push_back(ops_.back().get());
+// One free block at least; without memory for a first one the batch ends.
+bool Core::have_scratch(Batch* batch) {
+    if (!free_scratch_.empty()) return true;
+    if (n_scratch_ == max_scratch_) return false;
+    uint8_t* block = aligned(alignment_, scratch_bytes_);
+    if (block) {
+        free_scratch_.push_back(block);
+        ++n_scratch_;
+        return true;
     }
+    if (n_scratch_ == 0) end_with(batch, batch->next, End::failed, ENOMEM);
+    return false;
+}
+
+Op* Core::make(Batch* batch) {
     Op* op = free_ops_.back();
     uint8_t* scratch = nullptr;
     const bool through_scratch = needs_scratch(*batch);
     if (through_scratch) {
-        if (free_scratch_.empty()) {
-            free_scratch_.push_back(aligned(alignment_, scratch_bytes_));
-            ++n_scratch_;
-        }
         scratch = free_scratch_.back();
         free_scratch_.pop_back();
         ++stats_.scratch_reads;
@@ -181,11 +200,11 @@ Op* Core::make(Batch* batch) {
     return op;
 }
 
-void Core::fill_iov(Op* op) {
+bool Core::fill_iov(Op* op) try {
     op->iov.clear();
     if (op->scratch) {
         op->iov.push_back({op->scratch + op->resume, static_cast<size_t>(op->length - op->resume)});
-        return;
+        return true;
     }
     const Batch& batch = *op->batch;
     int64_t skip = op->resume;
@@ -206,6 +225,9 @@ void Core::fill_iov(Op* op) {
         skip = 0;
     }
     if (op->iov.size() > 1024) op->iov.resize(1024);
+    return true;
+} catch (const std::bad_alloc&) {
+    return false;
 }
 
 void Core::complete(Op* op, int64_t result) {
@@ -267,6 +289,27 @@ void Core::fail(Op* op, End end, int error) {
     }
     drop_rest(batch);  // `op` is outstanding still: the batch cannot end in here
     finish(op);
+}
+
+// Ends a batch because of a piece that was never read.
+void Core::end_with(Batch* batch, int64_t piece, End end, int error) {
+    batch->end = end;
+    batch->error = error;
+    batch->error_file = batch->file[piece];
+    batch->error_offset = batch->offset[piece];
+    batch->error_length = batch->length[batch->first[piece]];
+    drop_rest(batch);
+}
+
+bool Core::touches(const uint8_t* start, int64_t size) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& entry : batches_) {
+        const Batch& batch = *entry.second;
+        const int64_t at = start - batch.dest;
+        for (int64_t p = 0; p < batch.first[batch.count]; ++p)
+            if (batch.at[p] != kSkip && batch.at[p] < at + size && at < batch.at[p] + batch.length[p]) return true;
+    }
+    return false;
 }
 
 void Core::drop_rest(Batch* batch) {

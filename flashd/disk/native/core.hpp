@@ -83,7 +83,7 @@ struct Done {
 
 class Core {
 public:
-    Core(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int max_scratch);
+    Core(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int max_scratch, int depth);
     virtual ~Core();
     Core(const Core&) = delete;
     Core& operator=(const Core&) = delete;
@@ -98,6 +98,8 @@ public:
     int64_t scratch_limit() const { return scratch_bytes_ - 2 * alignment_; }
     virtual void set_file(int64_t index, int fd);
     Stats stats();
+    // Whether a batch that has not ended reads into some of this memory.
+    bool touches(const uint8_t* start, int64_t size);
     // Ends the executor: what is in flight is waited for, the rest dropped. Releases the GIL.
     void close();
 
@@ -108,8 +110,8 @@ protected:
     // Before `complete`, without `mutex_`: copies what came through scratch to its places.
     void deliver(const Op& op, int64_t result) const;
     bool waiting() const { return !queue_[0].empty() || !queue_[1].empty() || !again_.empty(); }
-    // Where the rest of a read goes: into op->iov.
-    void fill_iov(Op* op);
+    // Where the rest of a read goes: into op->iov. False without memory for it.
+    bool fill_iov(Op* op);
 
     virtual void wake(int64_t reads) = 0;  // so many more to take, or `closing_`
     virtual void join() = 0;               // without the GIL and the mutex
@@ -124,6 +126,8 @@ protected:
 private:
     Op* make(Batch* batch);
     bool needs_scratch(const Batch& batch) const;
+    bool have_scratch(Batch* batch);
+    void end_with(Batch* batch, int64_t piece, End end, int error);
     void finish(Op* op);
     void fail(Op* op, End end, int error);
     void drop_rest(Batch* batch);

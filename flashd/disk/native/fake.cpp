@@ -9,7 +9,7 @@ namespace flashd::disk {
 
 Fake::Fake(int64_t alignment, const uint8_t* content, int64_t size, nb::object owner, int64_t scratch_bytes,
            int depth, const Faults& faults)
-    : Core(alignment, 1, scratch_bytes, std::min(depth, 32)),
+    : Core(alignment, 1, scratch_bytes, std::min(depth, 32), depth),
       content_(content),
       size_(size),
       owner_(std::move(owner)),
@@ -60,7 +60,10 @@ void Fake::run() {
             std::this_thread::sleep_for(pause);
             lock.lock();
         }
-        fill_iov(op);
+        if (!fill_iov(op)) {
+            complete(op, -ENOMEM);
+            continue;
+        }
         lock.unlock();
         const int64_t result = serve(*op);
         deliver(*op, result);

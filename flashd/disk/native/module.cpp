@@ -113,6 +113,8 @@ NB_MODULE(_native, module) {
         .def("fileno", &Core::event_fd)
         .def("set_file", &Core::set_file, arg("index"), arg("fd"))
         .def("stats", &stats)
+        .def("touches",
+             [](Core& self, Bytes memory) { return self.touches(memory.data(), static_cast<int64_t>(memory.shape(0))); })
         .def("close", &Core::close);
     nb::class_<Uring, Core>(module, "Uring")
         .def(nb::init<int64_t, int64_t, int64_t, int>(), arg("alignment"), arg("n_files"), arg("scratch_bytes"),

@@ -2,13 +2,14 @@
 
 #include <sys/uio.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <system_error>
 
 namespace flashd::disk {
 
 Threads::Threads(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int n_threads)
-    : Core(alignment, n_files, scratch_bytes, n_threads), n_threads_(n_threads) {
+    : Core(alignment, n_files, scratch_bytes, n_threads, n_threads), n_threads_(n_threads) {
     start();  // at least one, or there is no use in going on
 }
 
@@ -21,7 +22,9 @@ void Threads::wake(int64_t reads) {
         try {
             start();
         } catch (const std::system_error&) {
-            break;  // a process limit: fewer do it too
+            // A process limit: fewer do it too, and the rest of the program needs some.
+            n_threads_ = static_cast<int>(threads_.size());
+            retiring_ = std::min(8, n_threads_ - 1);
         }
     }
     if (reads >= n_threads_) {
@@ -53,10 +56,17 @@ void Threads::work() {
         Op* op = take();
         if (!op) {
             if (closing_ && !waiting()) return;
+            if (retiring_ > 0) {
+                --retiring_;
+                return;
+            }
             work_.wait(lock);
             continue;
         }
-        fill_iov(op);
+        if (!fill_iov(op)) {
+            complete(op, -ENOMEM);
+            continue;
+        }
         const int fd = fds_[static_cast<size_t>(op->batch->file[op->piece])];
         lock.unlock();
         ssize_t got;

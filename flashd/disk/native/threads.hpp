@@ -22,7 +22,8 @@ private:
     void start();
     void work();
 
-    const int n_threads_;
+    int n_threads_;
+    int retiring_ = 0;
     std::condition_variable work_;
     std::vector<std::thread> threads_;
 };

@@ -33,7 +33,7 @@ long register_call(int fd, unsigned what, const void* argument, unsigned count) 
 }  // namespace
 
 Uring::Uring(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int depth)
-    : Core(alignment, n_files, scratch_bytes, std::min(depth, 32)), depth_(depth) {
+    : Core(alignment, n_files, scratch_bytes, std::min(depth, 32), depth), depth_(depth) {
     wake_fd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (wake_fd_ < 0) throw std::system_error(errno, std::generic_category(), "eventfd");
     std::unique_lock<std::mutex> lock(mutex_);
@@ -188,7 +188,6 @@ void Uring::setup_tables() {
     sparse.nr = kSlots;
     sparse.flags = abi::kRegisterSparse;
     if (register_call(ring_fd_, abi::kRegisterBuffers2, &sparse, sizeof sparse) != 0) return;
-    slot_in_flight_.assign(kSlots, 0);
     for (int slot = kSlots - 1; slot >= 0; --slot) free_slots_.push_back(slot);
 }
 
@@ -238,7 +237,6 @@ int Uring::remove_memory(const uint8_t* start, size_t size) {
     const auto found = std::find_if(regions_.begin(), regions_.end(),
                                     [&](const Region& r) { return r.start == start && r.size == size; });
     if (found == regions_.end()) return 0;
-    if (slot_in_flight_[static_cast<size_t>(found->slot)] > 0) return EBUSY;
     const iovec none{nullptr, 0};
     const abi::RsrcUpdate2 update{
         static_cast<uint32_t>(found->slot), 0, reinterpret_cast<uint64_t>(&none), 0, 1, 0};
@@ -269,7 +267,7 @@ abi::Sqe* Uring::next_sqe() {
 }
 
 void Uring::prepare(Op* op) {
-    fill_iov(op);
+    if (!fill_iov(op)) return complete(op, -ENOMEM);
     abi::Sqe* sqe = next_sqe();
     const int64_t file = op->batch->file[op->piece];
     if (fixed_file_) {
@@ -290,7 +288,6 @@ void Uring::prepare(Op* op) {
             sqe->opcode = abi::kReadFixed;
             sqe->buf_index = static_cast<uint16_t>(region->slot);
             op->slot = region->slot;
-            ++slot_in_flight_[static_cast<size_t>(region->slot)];
         }
     } else {
         sqe->opcode = abi::kReadv;
@@ -351,16 +348,11 @@ void Uring::fail_unsubmitted(int error) {
             continue;
         }
         Op* op = reinterpret_cast<Op*>(owner);
-        release(op);
+        --in_flight_;
         complete(op, -error);
     }
     publish(sq_tail_, tail - unsubmitted_);
     unsubmitted_ = 0;
-}
-
-void Uring::release(Op* op) {
-    --in_flight_;
-    if (op->slot >= 0) --slot_in_flight_[static_cast<size_t>(op->slot)];
 }
 
 void Uring::reap() {
@@ -380,7 +372,7 @@ void Uring::reap() {
             continue;
         }
         Op* op = reinterpret_cast<Op*>(cqe.user_data);
-        release(op);
+        --in_flight_;
         complete(op, cqe.res);
     }
     publish(cq_head_, tail);

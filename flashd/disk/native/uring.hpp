@@ -19,7 +19,7 @@ public:
     void set_file(int64_t index, int fd) override;
     // 0 or errno. The ring's thread pins the pages.
     int register_memory(uint8_t* start, size_t size);
-    // 0, or EBUSY while a read into it is in flight.
+    // 0 or errno. No batch may touch it.
     int unregister_memory(uint8_t* start, size_t size);
 
 protected:
@@ -57,7 +57,6 @@ private:
     abi::Sqe* next_sqe();
     void enter(unsigned wait_for);
     void fail_unsubmitted(int error);
-    void release(Op* op);
     void reap();
 
     const int depth_;
@@ -81,7 +80,7 @@ private:
 
     bool fixed_file_ = false;
     std::vector<Region> regions_;  // by start
-    std::vector<int> free_slots_, slot_in_flight_;
+    std::vector<int> free_slots_;
 };
 
 }  // namespace flashd::disk

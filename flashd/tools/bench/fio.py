@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import math
 import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 _NAMES = ("randread", "sequential", "randread-registered", "sequential-registered")
 JOBS = {name: Path(__file__).with_name(f"{name}.fio") for name in _NAMES}
@@ -16,11 +21,19 @@ JOBS = {name: Path(__file__).with_name(f"{name}.fio") for name in _NAMES}
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 # fio splits names at colons and takes a line of limited length; some dozens of files are as good as all.
 MAX_FILES = 64
-_START_TIMEOUT_S = 60.0
+# What fio may take beside the time it reads for, and for telling its version.
+_START_TIMEOUT_S = 15.0
+_VERSION_TIMEOUT_S = 5.0
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # looked up now: little may be done between fork and exec
 
 
 class FioError(Exception):
     """fio is there and could not read; the text says why."""
+
+
+class FioHangs(FioError):
+    """fio did not end in time."""
 
 
 @dataclass(frozen=True)
@@ -49,15 +62,24 @@ class Fio:
 
     @classmethod
     def find(cls) -> Fio | None:
-        """The fio on PATH; None if there is none that runs."""
+        """The fio on PATH; None if there is none that runs.
+
+        Raises:
+            FioError: there is one, which hangs, crashes or says something odd.
+        """
         program = shutil.which("fio")
         if program is None:
             return None
         try:
-            said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=30)
-        except (OSError, subprocess.SubprocessError):
+            said = _run([program, "--version"], None, os.environ, _VERSION_TIMEOUT_S)
+        except OSError:
             return None
-        return cls(program, said.stdout.strip()) if said.returncode == 0 else None
+        if said.returncode != 0:
+            return None
+        version = _text(said.stdout).strip()
+        if not version.isprintable():
+            raise FioError(f"what it says to --version is not understood: {version[:80]!r}")
+        return cls(program, version)
 
     def run(
         self, job: str, folder: Path, files: Sequence[str], size_bytes: int, depth: int, seconds: float
@@ -73,7 +95,7 @@ class Fio:
             seconds: how long.
 
         Raises:
-            FioError: it failed or read nothing.
+            FioError: it failed or read nothing; ``FioHangs`` if it does not end. It never outlives this.
         """
         values = {
             "FILES": ":".join(files[:MAX_FILES]),
@@ -84,17 +106,69 @@ class Fio:
         if job.endswith("-registered"):
             values["GLIBC_TUNABLES"] = _HUGE_PAGES
         try:
-            done = subprocess.run(
+            done = _run(
                 [self._program, "--readonly", "--output-format=json", str(JOBS[job])],
-                cwd=folder,
-                env=os.environ | values,
-                capture_output=True,
-                text=True,
-                timeout=seconds + _START_TIMEOUT_S,
+                folder,
+                os.environ | values,
+                seconds + _START_TIMEOUT_S,
             )
-        except (OSError, subprocess.SubprocessError) as exc:
+        except OSError as exc:
             raise FioError(str(exc)) from exc
-        return _parse(done.stdout, done.stderr)
+        return _parse(_text(done.stdout), done.stderr.decode(errors="replace"))
+
+
+def _run(
+    command: Sequence[str], folder: Path | None, env: Mapping[str, str], limit_s: float
+) -> subprocess.CompletedProcess[bytes]:
+    """Run a program with all that it starts; nothing of it is left at the end, however that comes."""
+    parent = os.getpid()
+
+    def die_with_parent() -> None:
+        # Whatever ends this process; SIGTERM leaves no time for anything.
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+        preexec_fn=die_with_parent,  # no lock is taken in it, and nothing is imported
+    ) as process:
+        try:
+            output, complaints = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired as exc:
+            what = "`fio --version`" if folder is None else "fio"
+            raise FioHangs(f"{what} hangs: killed after {limit_s:.3g} s") from exc
+        finally:
+            # The whole group: what it started holds the pipes, and would go on reading.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode < 0:
+        raise FioError(f"it was killed by {_signal_name(-process.returncode)}")
+    return subprocess.CompletedProcess(command, process.returncode, output, complaints)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+def _text(output: bytes) -> str:
+    try:
+        return output.decode()
+    except UnicodeDecodeError as exc:
+        raise FioError(f"its output is not UTF-8: {output[exc.start : exc.start + 16]!r}") from exc
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number")
 
 
 def _parse(output: str, complaints: str) -> FioResult:
@@ -104,14 +178,17 @@ def _parse(output: str, complaints: str) -> FioResult:
         (line for line in (complaints + output[: max(start, 0)]).splitlines() if line.strip()), ""
     )
     try:
-        job = json.loads(output[start:])["jobs"][0]
+        job = json.loads(output[start:], parse_constant=_no_number)["jobs"][0]
         read = job["read"]
         reads, error = int(read["total_ios"]), int(job["error"])
         gb_per_s = float(read["bw_bytes"]) / 1e9
         cpu_share = (float(job["usr_cpu"]) + float(job["sys_cpu"])) / 100
         cpu_us = cpu_share * float(read["runtime"]) * 1000
-    except (ValueError, LookupError, TypeError) as exc:
+        reason = os.strerror(error)
+        if not all(math.isfinite(value) and value >= 0 for value in (reads, gb_per_s, cpu_us)):
+            raise ValueError(f"{reads} reads, {gb_per_s} GB/s, {cpu_us} us")
+    except (ValueError, LookupError, TypeError, OverflowError, RecursionError) as exc:
         raise FioError(complaint or f"its output is not understood: {exc!r}") from exc
     if error or not reads:
-        raise FioError(complaint or os.strerror(error) if error else complaint or "it read nothing")
+        raise FioError(complaint or reason if error else complaint or "it read nothing")
     return FioResult(gb_per_s, cpu_us / reads)

@@ -19,8 +19,8 @@ from flashd.disk.pieces import PIECE_BYTES
 from flashd.errors import ConfigError
 from flashd.prefetch.stream import RING_BUFFERS, RING_BYTES
 from flashd.tools import host
-from flashd.tools.bench.fio import Fio, FioError, FioResult
-from flashd.tools.bench.measure import MeteredLoop, Sample, measure
+from flashd.tools.bench.fio import Fio, FioError, FioHangs, FioResult
+from flashd.tools.bench.measure import MeteredLoop, Sample, batch_reads, measure
 from flashd.tools.bench.report import BytesCheck, IoReport, IoRow
 from flashd.tools.bench.subjects import (
     ENGINES,
@@ -37,6 +37,8 @@ DEFAULT_SIZES_BYTES = (8 << 10, 16 << 10, 32 << 10)
 MAX_DEPTH = 4096
 MIN_SIZE_BYTES = 512
 MAX_SIZE_BYTES = 16 << 20
+# For all reads of a measurement. Deep queues of large reads ask for more than any machine has.
+MAX_MEMORY_BYTES = 1 << 30
 # Reads in flight of the streaming path: its whole ring, in pieces as the engines cut it.
 STREAM_DEPTH = RING_BYTES // PIECE_BYTES
 # A larger difference between what was read and what the kernel counted is an error.
@@ -90,6 +92,18 @@ class IoOptions:
                 raise ConfigError(f"size is {size} bytes, expected {MIN_SIZE_BYTES} up to {high_mib} MiB")
         if not self.depths or not self.engines:
             raise ConfigError("nothing to measure: give at least one depth and one engine")
+        for size in self.sizes_bytes:
+            self.check_memory(size)
+
+    def check_memory(self, size_bytes: int) -> None:
+        """Raise ConfigError if random reads of this size at the greatest depth need too much memory."""
+        depth = max(self.depths)
+        needed = 2 * batch_reads(size_bytes, depth) * size_bytes
+        if needed > MAX_MEMORY_BYTES:
+            raise ConfigError(
+                f"reads of {size_bytes} bytes at depth {depth} need {needed / (1 << 30):.1f} GiB of memory, "
+                f"expected at most {MAX_MEMORY_BYTES >> 30} GiB; give a smaller --size or --depth"
+            )
 
 
 # One short round of the bundle's own rows.
@@ -125,6 +139,7 @@ class _Bench:
     fio_results: dict[tuple[Source, Point, str], list[FioResult]] = field(default_factory=dict)
     left_out: set[tuple[Source, Point, str]] = field(default_factory=set)
     row_notes: dict[tuple[Source, Point, str], str] = field(default_factory=dict)
+    fio_hangs: bool = False
 
     def note(self, text: str) -> None:
         """Say something once."""
@@ -137,7 +152,7 @@ class _Bench:
         start = turn % len(everybody)
         for name in everybody[start:] + everybody[:start]:
             key = source, point, name
-            if key in self.left_out:
+            if key in self.left_out or (self.fio_hangs and name.startswith("fio")):
                 continue
             try:
                 if name.startswith("fio"):
@@ -153,6 +168,8 @@ class _Bench:
             except FioError as exc:
                 self.note(f"{name}, {point}: {exc}")
                 self.left_out.add(key)
+                # Once is enough: it would cost as much again at every point.
+                self.fio_hangs = self.fio_hangs or isinstance(exc, FioHangs)
 
     def _fios(self) -> list[str]:
         if self.fio is None:
@@ -196,11 +213,11 @@ def bench_io(
         ConfigError: a directory is named twice, or nothing that was asked for can be measured.
     """
     sources = _sources(directories)
-    fio = Fio.find() if options.fio else None
+    fio, no_fio = _find_fio() if options.fio else (None, "")
     with asyncio.Runner(loop_factory=MeteredLoop) as runner:
         bench = _Bench(options, runner, fio)
-        if options.fio and fio is None:
-            bench.note("fio is not installed (Debian, Ubuntu: apt install fio): nothing to compare with")
+        if no_fio:
+            bench.note(f"{no_fio}: nothing to compare with")
         visits = [(source, point) for source in sources for point in _points(source, options, bench.note)]
         visits.sort(key=lambda visit: visit[1])  # bundles take turns at each point
         for source in sources:
@@ -216,6 +233,15 @@ def bench_io(
     if not bench.samples:
         raise ConfigError(f"nothing was measured: {'; '.join(bench.notes)}")
     return _report(sources, bench)
+
+
+def _find_fio() -> tuple[Fio | None, str]:
+    """The installed fio, or why there is none to compare with."""
+    try:
+        fio = Fio.find()
+    except FioError as exc:
+        return None, f"fio: {exc}"
+    return fio, "" if fio else "fio is not installed (Debian, Ubuntu: apt install fio)"
 
 
 def _sources(directories: Sequence[Path]) -> list[Source]:
@@ -234,6 +260,7 @@ def _points(source: Source, options: IoOptions, note: Callable[[str], None]) -> 
     others = options.sizes_bytes if source.store == "file" else ()
     if source.store == "zarr" and options.sizes_bytes != DEFAULT_SIZES_BYTES and options.sizes_bytes:
         note(f"{source.directory}: a zarr store is read in rows of {stride} bytes; other sizes are left out")
+    options.check_memory(stride)
     points = []
     for size in sorted({stride, *others}):
         if size > source.file_bytes:
