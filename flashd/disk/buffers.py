@@ -23,9 +23,9 @@ def aligned_empty(nbytes: int, alignment: int = 4096, *, huge_pages: bool = Fals
     Args:
         nbytes: size in bytes; 0 gives an empty array.
         alignment: a power of two.
-        huge_pages: ask for them, for memory that will be used as a whole. Reads into it are faster by a
-            fifth to a half (measured on a virtual disk, 8-32 KiB): the kernel pins one page instead of
-            many, and the device gets one piece of memory a read. The kernel may refuse silently.
+        huge_pages: ask for them, for memory that will be used as a whole. Reads into it are faster: the
+            kernel pins one page instead of many, and the device gets one piece of memory a read. The
+            kernel may refuse silently.
 
     Returns:
         ``[nbytes]`` uint8, writeable.

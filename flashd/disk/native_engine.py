@@ -30,7 +30,7 @@ try:
 except ImportError:  # FLASHD_NO_NATIVE=1 at installation
     AVAILABLE = False
 
-# What the kernel holds at once. More helps no device here and makes a demand read wait longer.
+# What the kernel holds at once. A deeper queue is little faster, and a demand read waits longer in it.
 DEFAULT_DEPTH = {"uring": 64, "threads": 32}
 
 

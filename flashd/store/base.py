@@ -91,3 +91,40 @@ class WeightStore(ABC):
             raise ValueError("out must be C-contiguous and writeable")
         if count and out.ctypes.data % self.alignment_bytes:
             raise ValueError(f"out must start on a multiple of {self.alignment_bytes} bytes")
+
+
+class WrappedStore(WeightStore):
+    """A store around another one, which it is like in all that it doesn't define anew.
+
+    Attributes:
+        inner: the store that does the work; closed with this one.
+    """
+
+    def __init__(self, inner: WeightStore) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.geometry = inner.geometry
+        self.alignment_bytes = inner.alignment_bytes
+
+    @property
+    def reason(self) -> str:
+        """See ``WeightStore.reason``."""
+        return self.inner.reason
+
+    @property
+    def read_stats(self) -> ReadStats | None:
+        """See ``WeightStore.read_stats``."""
+        return self.inner.read_stats
+
+    @property
+    def check_stats(self) -> CheckStats | None:
+        """See ``WeightStore.check_stats``."""
+        return self.inner.check_stats
+
+    def register(self, memory: U8Array) -> str:
+        """See ``WeightStore.register``."""
+        return self.inner.register(memory)
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``WeightStore.unregister``."""
+        self.inner.unregister(memory)

@@ -22,10 +22,10 @@ import numpy.typing as npt
 from flashd import kernels
 from flashd.errors import BundleCorruptError
 from flashd.layout.manifest import BUNDLE, ZARR
-from flashd.stats import CheckStats, ReadStats
-from flashd.store.base import WeightStore
+from flashd.stats import CheckStats
+from flashd.store.base import WeightStore, WrappedStore
 from flashd.store.check_budget import CheckBudget
-from flashd.types import FFNGeometry, I64Array, U8Array, U32Array
+from flashd.types import I64Array, U8Array, U32Array
 
 log = logging.getLogger("flashd.store")
 
@@ -62,7 +62,7 @@ class _Plan(NamedTuple):
     reserved_ns: float = 0.0
 
 
-class CheckedStore(WeightStore):
+class CheckedStore(WrappedStore):
     """Compares rows with their checksums; a mismatch is read again once, then it is an error.
 
     Each row is checked at its first read, and at every one after it was found wrong until it is right.
@@ -87,10 +87,7 @@ class CheckedStore(WeightStore):
         every_read: bool = False,
         budget: CheckBudget | None = None,
     ) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.geometry: FFNGeometry = inner.geometry
-        self.alignment_bytes = inner.alignment_bytes
+        super().__init__(inner)
         self.stats = CheckStats()
         self._sums = sums
         self._file = directory / (ZARR if inner.name.startswith("zarr") else BUNDLE)
@@ -104,27 +101,9 @@ class CheckedStore(WeightStore):
         self._closed = False
 
     @property
-    def reason(self) -> str:
-        """See ``WeightStore.reason``."""
-        return self.inner.reason
-
-    @property
-    def read_stats(self) -> ReadStats | None:
-        """See ``WeightStore.read_stats``."""
-        return self.inner.read_stats
-
-    @property
     def check_stats(self) -> CheckStats:
         """See ``WeightStore.check_stats``."""
         return self.stats
-
-    def register(self, memory: U8Array) -> str:
-        """See ``WeightStore.register``."""
-        return self.inner.register(memory)
-
-    def unregister(self, memory: U8Array) -> None:
-        """See ``WeightStore.unregister``."""
-        self.inner.unregister(memory)
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``.

@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flashd.stats import CheckStats, ReadStats, StoreStats
-from flashd.store.base import WeightStore
+from flashd.stats import CheckStats, StoreStats
+from flashd.store.base import WeightStore, WrappedStore
 from flashd.types import I64Array, U8Array
 
 
-class MeteredStore(WeightStore):
+class MeteredStore(WrappedStore):
     """Counts calls, bytes delivered, errors and the time with at least one call outstanding, and
     collects what the stores below count.
 
@@ -22,36 +22,10 @@ class MeteredStore(WeightStore):
     """
 
     def __init__(self, inner: WeightStore) -> None:
-        self.inner = inner
-        self.name = inner.name
-        self.geometry = inner.geometry
-        self.alignment_bytes = inner.alignment_bytes
+        super().__init__(inner)
         self.stats = StoreStats(checks=inner.check_stats or CheckStats())
         self._outstanding = 0
         self._counted_until_ns = 0
-
-    @property
-    def reason(self) -> str:
-        """See ``WeightStore.reason``."""
-        return self.inner.reason
-
-    @property
-    def read_stats(self) -> ReadStats | None:
-        """See ``WeightStore.read_stats``."""
-        return self.inner.read_stats
-
-    @property
-    def check_stats(self) -> CheckStats | None:
-        """See ``WeightStore.check_stats``."""
-        return self.inner.check_stats
-
-    def register(self, memory: U8Array) -> str:
-        """See ``WeightStore.register``."""
-        return self.inner.register(memory)
-
-    def unregister(self, memory: U8Array) -> None:
-        """See ``WeightStore.unregister``."""
-        self.inner.unregister(memory)
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""

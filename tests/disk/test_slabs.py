@@ -11,10 +11,9 @@ import pytest
 
 from flashd.disk.buffers import aligned_empty
 from flashd.disk.engine import ReadBatch, ReadEngine
-from flashd.disk.native_engine import UringEngine
 from flashd.disk.probe import open_engine
 from flashd.disk.slabs import SLAB_BYTES, SlabBuffer
-from flashd.testing.engine_suite import one_read, random_file
+from flashd.testing.engine_suite import random_file
 from flashd.testing.fake_engine import FakeEngine
 from flashd.types import U8Array
 
@@ -74,32 +73,6 @@ async def test_pages_really_go_and_come(tmp_path: Path) -> None:
     assert process.memory_info().rss - before < 4 * SLAB_BYTES
     assert (buffer.memory[: 2 * SLAB_BYTES] == 1).all()
     buffer.close()
-    buffer.close()
-    await engine.close()
-
-
-async def test_a_slab_with_a_read_in_flight_stays(tmp_path: Path) -> None:
-    content = random_file(tmp_path / "f", 8 << 20)
-    engine = await open_engine(tmp_path / "f", "uring")
-    assert isinstance(engine, UringEngine)
-    buffer = SlabBuffer(2 * SLAB_BYTES, engine)
-    buffer.resize(2 * SLAB_BYTES)
-    task = asyncio.create_task(engine.read(one_read(0, buffer.memory)))
-    refused: list[str] = []
-    while not task.done():
-        await asyncio.sleep(0)
-        try:
-            buffer.resize(SLAB_BYTES)
-        except ValueError as exc:
-            refused.append(str(exc))
-            assert buffer.size_bytes == 2 * SLAB_BYTES
-        else:
-            # Between two pieces of the batch, or before it came to this slab: reads of the rest are
-            # plain ones. (The window never shrinks under a batch.)
-            buffer.resize(2 * SLAB_BYTES)
-    await task
-    assert all("in flight" in reason for reason in refused)
-    np.testing.assert_array_equal(buffer.memory[:SLAB_BYTES], content[:SLAB_BYTES])
     buffer.close()
     await engine.close()
 
