@@ -21,7 +21,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 # A change of one of these needs a new build; Python files are used where they are.
-BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard flashd/*/native/*)
+BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard flashd/*/native/* flashd/*/native/*/*)
 SOURCES := flashd clients tests
 
 MODELS := models

@@ -13,7 +13,7 @@ MAX_BATCH = 16
 MAX_THREADS = 256
 BATCH = f"1..{MAX_BATCH}"
 WEIGHT_DTYPES = ("float32", "float16", "uint16")
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 
 
 def array(

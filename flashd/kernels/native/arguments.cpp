@@ -15,7 +15,9 @@ constexpr TypeName kTypes[] = {{Type::f32, 'f', "float32"},
                                {Type::f16, 'e', "float16"},
                                {Type::bf16, 'H', "uint16"},
                                {Type::u8, 'B', "uint8"},
-                               {Type::u32, 'I', "uint32"}};
+                               {Type::u32, 'I', "uint32"},
+                               {Type::i64, 'l', "int64"},
+                               {Type::boolean, '?', "bool"}};
 
 nb::handle g_ndarray;  // kept for the life of the process
 
@@ -41,7 +43,7 @@ bool fits(const Py_buffer& buffer, const Shape& shape) {
     for (const Axis& axis : shape) {
         const int64_t length = buffer.shape[index++];
         if (axis.length >= 0 && length != axis.length) return false;
-        if (axis.length == kBatchAxis && (length < 1 || length > kMaxBatchSize)) return false;
+        if (axis.length == kBatchAxis && (length < 1 || length > kMaxBatch)) return false;
     }
     return true;
 }
@@ -136,13 +138,23 @@ Type weight_type(const char* verb, const std::string& name) {
 }
 
 Activation activation_named(const char* verb, const std::string& name) {
-    one_of(verb, "activation", name, {"relu", "silu", "gelu", "gelu_tanh"});
+    one_of(verb, "activation", name, {"relu", "relu2", "silu", "gelu", "gelu_tanh"});
     if (name == "relu") return Activation::relu;
+    if (name == "relu2") return Activation::relu2;
     if (name == "silu") return Activation::silu;
     return name == "gelu" ? Activation::gelu : Activation::gelu_tanh;
 }
 
-int64_t item_bytes(Type type) { return type == Type::f32 || type == Type::u32 ? 4 : type == Type::u8 ? 1 : 2; }
+int64_t item_bytes(Type type) {
+    switch (type) {
+        case Type::i64: return 8;
+        case Type::f32:
+        case Type::u32: return 4;
+        case Type::u8:
+        case Type::boolean: return 1;
+        default: return 2;
+    }
+}
 
 Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, int64_t d, bool gated, RowArgs& args) {
     args.type = weight_type(verb, dtype);

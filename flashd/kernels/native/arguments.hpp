@@ -7,7 +7,7 @@
 #include <initializer_list>
 #include <string>
 
-#include "level.hpp"
+#include "args/rows.hpp"
 
 namespace flashd {
 
@@ -15,7 +15,6 @@ namespace nb = nanobind;
 
 constexpr int64_t kAny = -1;
 constexpr int64_t kBatchAxis = -2;  // 1..16
-constexpr int64_t kMaxBatchSize = 16;
 
 // One axis: its length, or kAny or kBatchAxis with the letter that messages show.
 struct Axis {

@@ -1,0 +1,44 @@
+// Memory-bound verbs: each weight is read once and used for up to 16 sequences.
+#pragma once
+
+#include "types.hpp"
+
+namespace flashd {
+
+struct GemvArgs {
+    const void* w;  // [n, k]
+    Type type;
+    const float* x;     // [batch, k]
+    float* out;         // [batch, n]
+    const float* bias;  // [n] or null
+    int64_t n, k, batch;
+};
+
+struct RowArgs {
+    const uint8_t* rows;  // n rows of [up | gate | down], stride_bytes apart
+    Type type;
+    int64_t n, stride_bytes, d;
+    bool gated;
+    int64_t batch;
+};
+
+struct DotsArgs : RowArgs {
+    Activation activation;
+    const float* x;          // [batch, d]
+    float* out;              // [batch, n]
+    const float* up_bias;    // [n] or null
+    const float* gate_bias;  // [n] or null
+};
+
+struct DownArgs : RowArgs {
+    const float* h;  // [batch, n]
+    float* acc;      // [batch, d]
+};
+
+struct RowVerbs {
+    void (*gemv)(const GemvArgs&, int64_t first_row, int64_t last_row);
+    void (*ffn_dots)(const DotsArgs&, int64_t first_row, int64_t last_row);
+    void (*ffn_down)(const DownArgs&, int64_t first_column, int64_t last_column);
+};
+
+}  // namespace flashd

@@ -1,0 +1,1 @@
+// Causal attention of the many queries of a prompt.

@@ -1,0 +1,1 @@
+// The FFN of the many tokens of a prompt over neuron rows.

@@ -1,0 +1,1 @@
+// out = w x + bias for the many tokens of a prompt.

@@ -1,0 +1,1 @@
+// Reading memory at full speed, to know how fast that is.

@@ -1,0 +1,1 @@
+// Products of many tokens: tokens in the lanes of vectors, weights broadcast.

@@ -1,0 +1,1 @@
+// Activation predictors of up to 16 sequences.
