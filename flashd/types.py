@@ -17,7 +17,7 @@ I64Array = npt.NDArray[np.int64]
 WeightArray = npt.NDArray[Any]
 
 DType = Literal["f32", "f16", "bf16"]
-Activation = Literal["relu", "silu", "gelu", "gelu_tanh"]
+Activation = Literal["relu", "relu2", "silu", "gelu", "gelu_tanh"]
 StoreKind = Literal["file", "zarr"]
 
 DTYPES: tuple[DType, ...] = ("f32", "f16", "bf16")
