@@ -63,7 +63,8 @@ def test_import_is_fast_and_starts_no_thread() -> None:
     spent = [
         float(
             succeed(
-                "start = time.process_time()\nfrom flashd import kernels\nspent = time.process_time() - start\n"
+                "start = time.process_time()\nfrom flashd import kernels\n"
+                "spent = time.process_time() - start\n"
                 "assert os_threads() == bare, os_threads()\nprint(spent)"
             )
         )
