@@ -1,4 +1,4 @@
-// Attention of few queries over a KV cache.
+// Attention over a KV cache.
 #pragma once
 
 #include "types.hpp"
@@ -6,13 +6,13 @@
 namespace flashd {
 
 struct AttentionArgs {
-    const float* q;  // [heads, width]
+    const float* q;  // [tokens, heads, width]
     const void* k;   // [kv_heads, capacity, width]
     const void* v;
     Type type;
-    int64_t heads, kv_heads, capacity, width, length;
+    int64_t tokens, heads, kv_heads, capacity, width, length;
     float scale;
-    float* out;  // [heads, width]
+    float* out;  // [tokens, heads, width]
 };
 
 // Query heads of one KV head that `attention` works on together; its scratch holds scores for so many.
