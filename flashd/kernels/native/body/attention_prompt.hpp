@@ -101,24 +101,24 @@ inline void soften(const AttentionArgs& a, const Queries& b, int64_t at, int64_t
         int64_t seen = b.limits[i + W - 1] - at;
         if (seen <= 0) continue;
         if (seen > keys) seen = keys;
-        VecInt limits;
+        LaneI limits;
         __builtin_memcpy(&limits, b.limits + i, sizeof limits);
         for (int64_t s = b.limits[i] > at ? b.limits[i] - at : 0; s < seen; ++s) {
             float* scores = b.scores + s * b.lanes + i;
-            const VecInt visible = VecInt{} + static_cast<int32_t>(at + s) < limits;
+            const LaneI visible = LaneI{} + static_cast<int32_t>(at + s) < limits;
             Vec::store(scores, pick(visible, Vec::load(scores), Vec::zero() - infinity));
         }
         const Vec::F before = Vec::load(b.highest + i);
         Vec::F tops[4] = {before, before, before, before};
         for (int64_t s = 0; s < seen; ++s) {  // NaN never wins, but stays in the scores
             const Vec::F x = Vec::load(b.scores + s * b.lanes + i);
-            tops[s % 4] = pick(reinterpret_cast<VecInt>(x > tops[s % 4]), x, tops[s % 4]);
+            tops[s % 4] = pick(x > tops[s % 4], x, tops[s % 4]);
         }
         Vec::F top = tops[0];
-        for (int j = 1; j < 4; ++j) top = pick(reinterpret_cast<VecInt>(tops[j] > top), tops[j], top);
+        for (int j = 1; j < 4; ++j) top = pick(tops[j] > top, tops[j], top);
         Vec::store(b.highest + i, top);
         // Nothing but -infinity so far: subtracting 0 gives weights of 0, not NaN.
-        const Vec::F base = pick(reinterpret_cast<VecInt>(top == Vec::zero() - infinity), Vec::zero(), top);
+        const Vec::F base = pick(top == Vec::zero() - infinity, Vec::zero(), top);
         const Vec::F factor = vexp(before - base);
         Vec::F sums[4] = {Vec::load(b.totals + i) * factor, Vec::zero(), Vec::zero(), Vec::zero()};
         for (int64_t s = 0; s < seen; ++s) {

@@ -5,9 +5,9 @@ inline Vec::F activate_lanes(Activation activation, Vec::F x) {
     const Vec::F one = Vec::set(1.0f);
     switch (activation) {
         case Activation::relu:
-            return pick(reinterpret_cast<VecInt>(x <= Vec::zero()), Vec::zero(), x);
+            return pick(x <= Vec::zero(), Vec::zero(), x);
         case Activation::relu2:
-            return pick(reinterpret_cast<VecInt>(x <= Vec::zero()), Vec::zero(), x * x);
+            return pick(x <= Vec::zero(), Vec::zero(), x * x);
         case Activation::silu:
             return x / Vec::add(one, vexp(Vec::zero() - x));
         case Activation::gelu_tanh: {  // (1 + tanh z) / 2 = 1 / (1 + e^-2z)
@@ -26,8 +26,8 @@ inline Vec::F activate_lanes(Activation activation, Vec::F x) {
 // hidden_unit() of one neuron for many tokens.
 inline Vec::F hidden_lanes(const DotsArgs& a, Vec::F up, Vec::F gate) {
     const Vec::F value = activate_lanes(a.activation, a.gated ? gate : up);
-    const Vec::F magnitude = vec_floats(vec_bits(value) & 0x7FFFFFFF);
-    const Vec::F kept = pick(reinterpret_cast<VecInt>(magnitude <= Vec::set(a.threshold)), Vec::zero(), value);
+    const Vec::F magnitude = lane_floats(lane_bits(value) & 0x7FFFFFFFu);
+    const Vec::F kept = pick(magnitude <= Vec::set(a.threshold), Vec::zero(), value);
     return a.gated ? kept * up : kept;
 }
 
