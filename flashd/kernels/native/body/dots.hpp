@@ -6,9 +6,9 @@
 // accumulators. Rows go in tiles of kRowTile and blocks of about kBlock elements:
 //
 //     row 0   [ block | block | ... ]     all sequences take a block in turn, so that it and their x
-//     row 1   [ block | block | ... ]     stay in the L1 cache; meanwhile the next block is fetched,
-//     row 2   [ block | block | ... ]     at a row's end the first of the next tile: hardware loses
-//     row 3   [ block | block | ... ]     track where rows end or lie far apart
+//     row 1   [ block | block | ... ]     stay in the L1 cache; meanwhile what is computed next is
+//     row 2   [ block | block | ... ]     fetched, at a row's end the first block of the next tile:
+//     row 3   [ block | block | ... ]     hardware loses track where rows end or lie far apart
 
 constexpr int64_t kBlock = 512;
 
@@ -66,21 +66,46 @@ inline void dot_block(const T* const* rows, const T* const* ahead, const float* 
 
 // Sequences that the registers take together when `left` are left.
 inline int64_t sequences_at_once(int64_t left) {
-    return left >= Vec::kManyBatch ? Vec::kManyBatch : left >= 4 && Vec::kFewBatch >= 4 ? 4 : left >= 2 ? 2 : 1;
+    return left >= Vec::kManyBatch ? Vec::kManyBatch : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+// A tile's rows, as many at a time as the registers hold with kBatch sequences.
+template <int kBatch, bool kFetch, class T>
+inline void dot_tile(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+                     int64_t batch, Vec::F* acc) {
+    constexpr int kRows = kBatch <= Vec::kFewBatch ? 4 : 2;
+    for (int r = 0; r < kRowTile; r += kRows)
+        dot_block<kRows, kBatch, kFetch>(rows + r, ahead + r, x, at, count, batch, acc + r * batch);
 }
 
 template <bool kFetch, class T>
 inline void dot_sequences(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
                           int64_t batch, int64_t at_once, Vec::F* acc) {
-    if (at_once == Vec::kManyBatch) {
-        dot_block<2, Vec::kManyBatch, kFetch>(rows, ahead, x, at, count, batch, acc);
-        dot_block<2, Vec::kManyBatch, kFetch>(rows + 2, ahead + 2, x, at, count, batch, acc + 2 * batch);
-    } else if (Vec::kFewBatch >= 4 && at_once == 4) {
-        dot_block<kRowTile, 4, kFetch>(rows, ahead, x, at, count, batch, acc);
-    } else if (at_once == 2) {
-        dot_block<kRowTile, 2, kFetch>(rows, ahead, x, at, count, batch, acc);
-    } else {
-        dot_block<kRowTile, 1, kFetch>(rows, ahead, x, at, count, batch, acc);
+    if (at_once == Vec::kManyBatch)
+        dot_tile<Vec::kManyBatch, kFetch>(rows, ahead, x, at, count, batch, acc);
+    else if (at_once == 4)
+        dot_tile<4, kFetch>(rows, ahead, x, at, count, batch, acc);
+    else if (at_once == 2)
+        dot_tile<2, kFetch>(rows, ahead, x, at, count, batch, acc);
+    else
+        dot_tile<1, kFetch>(rows, ahead, x, at, count, batch, acc);
+}
+
+// All sequences that use a tile's rows: `used` says which (null: all).
+template <class T>
+inline void dot_batch(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+                      int64_t batch, const bool* used, Vec::F* acc) {
+    bool fetched = false;
+    for (int64_t b = 0, at_once; b < batch; b += at_once) {
+        at_once = sequences_at_once(batch - b);
+        bool any = !used;
+        for (int64_t i = b; !any && i < b + at_once; ++i) any = used[i];
+        if (!any) continue;
+        if (fetched)
+            dot_sequences<false>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
+        else
+            dot_sequences<true>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
+        fetched = true;
     }
 }
 
@@ -95,52 +120,69 @@ inline void dot_rest(const T* const* rows, const float* x, int64_t at, int64_t c
     }
 }
 
-// sums[r * batch + b] = rows[r] . x[b] for a tile of rows; `next` is the tile to come, or this one. `used`
-// says which sequences' sums are wanted (null: all); the others' may be anything.
+// Rows whose sums lie between blocks in the L1 cache, whole tiles of them. Many sequences' inputs come from the
+// L2 cache, for many rows at a time.
+constexpr int64_t kGroupRows = 16;
+
+inline int64_t group_rows(int64_t batch) { return batch > 4 ? kGroupRows : kRowTile; }
+
+// A group of rows, padded to whole tiles by repeating the last, and the first tile of the next group.
 template <class T>
-inline void tile_dots(const T* const* rows, const T* const* next, const float* x, int64_t k, int64_t batch,
-                      const bool* used, float* sums) {
+struct Group {
+    const T* rows[kGroupRows];
+    const T* next[kRowTile];
+    int64_t count;  // without padding
+
+    // Rows row(first), row(first + 1), ... of those up to `last`.
+    template <class Row>
+    void fill(int64_t first, int64_t last, int64_t most, Row row) {
+        count = first + most < last ? most : last - first;
+        for (int64_t i = 0; i < count; ++i) rows[i] = row(first + i);
+        for (int64_t i = count; i % kRowTile; ++i) rows[i] = rows[count - 1];
+        for (int64_t i = 0; i < kRowTile; ++i) next[i] = first + most + i < last ? row(first + most + i) : rows[0];
+    }
+};
+
+// sums[r * batch + b] = rows[r] . x[b] for a group. used[r / kRowTile * batch + b] says which sequences use a
+// tile (null: all); the others' sums may be anything. `next` is what is computed after this.
+template <class T>
+inline void group_dots(const T* const* rows, int64_t count, const T* const* next, const float* x, int64_t k,
+                       int64_t batch, const bool* used, float* sums) {
     constexpr int64_t kLine = 64 / sizeof(T);
-    Vec::F acc[kRowTile * kMaxBatch];
-    for (int64_t j = 0; j < kRowTile * batch; ++j) acc[j] = Vec::zero();
+    Vec::F acc[kGroupRows * kMaxBatch];
+    const int64_t padded = (count + kRowTile - 1) / kRowTile * kRowTile;
+    for (int64_t j = 0; j < padded * batch; ++j) acc[j] = Vec::zero();
     const int64_t whole = k / W * W;
     const int64_t block = batch > 4 ? kBlock / 2 : kBlock;
     const int64_t blocks = (whole + block - 1) / block;
     const int64_t step = blocks > 1 ? ((whole + blocks - 1) / blocks + kLine - 1) / kLine * kLine : whole;
     for (int64_t at = 0; at < whole; at += step) {
-        const int64_t left = whole - at, count = left < step ? left : step;
-        const T* ahead[kRowTile];
-        for (int r = 0; r < kRowTile; ++r) ahead[r] = left > step ? rows[r] + at + step : next[r];
-        bool fetched = false;
-        for (int64_t b = 0, at_once; b < batch; b += at_once) {
-            at_once = sequences_at_once(batch - b);
-            bool any = !used;
-            for (int64_t i = b; !any && i < b + at_once; ++i) any = used[i];
-            if (!any) continue;
-            if (fetched)
-                dot_sequences<false>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
-            else
-                dot_sequences<true>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
-            fetched = true;
+        const int64_t left = whole - at;
+        for (int64_t r = 0; r < padded; r += kRowTile) {
+            const T* ahead[kRowTile];
+            for (int i = 0; i < kRowTile; ++i)
+                ahead[i] = r + kRowTile < padded ? rows[r + kRowTile + i] + at
+                           : left > step         ? rows[i] + at + step
+                                                 : next[i];
+            dot_batch(rows + r, ahead, x, at, left < step ? left : step, batch,
+                      used ? used + r / kRowTile * batch : nullptr, acc + r * batch);
         }
     }
-    if (whole < k) dot_rest(rows, x, whole, k - whole, batch, acc);
-    for (int64_t j = 0; j < kRowTile * batch; j += 4) Vec::sum4(acc + j, sums + j);
+    for (int64_t r = 0; whole < k && r < padded; r += kRowTile)
+        dot_rest(rows + r, x, whole, k - whole, batch, acc + r * batch);
+    for (int64_t j = 0; j < padded * batch; j += 4) Vec::sum4(acc + j, sums + j);
 }
 
 // Calls each(row, sums of that row) for rows [first, last), in order; x is packed.
 template <class T, class Each>
 inline void for_each_row(const T* w, int64_t stride_bytes, const float* x, int64_t k, int64_t batch, int64_t first,
                          int64_t last, Each each) {
-    float sums[kRowTile * kMaxBatch];
-    const T *rows[kRowTile], *next[kRowTile];
-    for (int64_t r = first; r < last; r += kRowTile) {
-        for (int i = 0; i < kRowTile; ++i) {
-            // The last tile repeats the last row.
-            rows[i] = at_byte(w, (r + i < last ? r + i : last - 1) * stride_bytes);
-            next[i] = r + kRowTile + i < last ? at_byte(w, (r + kRowTile + i) * stride_bytes) : rows[i];
-        }
-        tile_dots(rows, next, x, k, batch, nullptr, sums);
-        for (int i = 0; i < kRowTile && r + i < last; ++i) each(r + i, sums + i * batch);
+    float sums[kGroupRows * kMaxBatch];
+    Group<T> group;
+    const int64_t most = group_rows(batch);
+    for (int64_t r = first; r < last; r += most) {
+        group.fill(r, last, most, [&](int64_t row) { return at_byte(w, row * stride_bytes); });
+        group_dots(group.rows, group.count, group.next, x, k, batch, nullptr, sums);
+        for (int64_t i = 0; i < group.count; ++i) each(r + i, sums + i * batch);
     }
 }

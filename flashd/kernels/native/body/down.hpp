@@ -93,9 +93,9 @@ struct SharedRows {
                 const float value = a.h[b * a.count + j];
                 const bool fires = !(value == 0.0f);
                 any |= fires;
-                if (!fires) continue;
-                h[b][used[b]] = value;
-                which[b][used[b]++] = static_cast<int>(count);
+                h[b][used[b]] = value;  // without a branch: which rows fire can't be foreseen
+                which[b][used[b]] = static_cast<int>(count);
+                used[b] += fires;
             }
             rows[count] = down_row<T>(a, j);
             count += any;

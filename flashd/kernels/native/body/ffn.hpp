@@ -37,37 +37,38 @@ inline void finish_row(const DotsArgs& a, int64_t listed, const float* ups, cons
     }
 }
 
-// used[b] = whether sequence b uses any of the listed rows [first, last); returns whether any does.
-inline bool find_used(const DotsArgs& a, int64_t first, int64_t last, bool* used) {
+// used[tile * batch + b] = whether sequence b uses any of a tile's rows; returns whether any uses any.
+inline bool find_used(const DotsArgs& a, int64_t first, int64_t count, bool* used) {
     bool any = false;
-    for (int64_t b = 0; b < a.batch; ++b) {
-        used[b] = false;
-        for (int64_t i = first; i < last; ++i) used[b] |= a.mask[b * a.columns + listed_column(a, i)];
-        any |= used[b];
+    for (int64_t i = 0; i < count; ++i) {
+        bool* tile = used + i / kRowTile * a.batch;
+        for (int64_t b = 0; b < a.batch; ++b) {
+            const bool uses = a.mask[b * a.columns + listed_column(a, first + i)];
+            tile[b] = uses | (i % kRowTile && tile[b]);
+            any |= uses;
+        }
     }
     return any;
 }
 
 template <class T>
 void ffn_dots_rows(const DotsArgs& a, int64_t first, int64_t last) {
-    float ups[kRowTile * kMaxBatch] = {}, gates[kRowTile * kMaxBatch] = {};
-    const T *rows[kRowTile], *gate_rows[kRowTile], *next[kRowTile];
-    bool used[kMaxBatch];
-    const T* base = reinterpret_cast<const T*>(a.rows);
-    for (int64_t at = first; at < last; at += kRowTile) {
-        const int64_t stop = at + kRowTile < last ? at + kRowTile : last;
-        for (int i = 0; i < kRowTile; ++i) {
-            // The last tile repeats the last row.
-            rows[i] = at_byte(base, listed_row(a, at + i < stop ? at + i : stop - 1) * a.stride_bytes);
-            gate_rows[i] = rows[i] + a.d;
-            next[i] = stop + i < last ? at_byte(base, listed_row(a, stop + i) * a.stride_bytes) : rows[i];
-        }
-        if (!a.mask || find_used(a, at, stop, used)) {
+    float ups[kGroupRows * kMaxBatch] = {}, gates[kGroupRows * kMaxBatch] = {};
+    bool used[kGroupRows / kRowTile * kMaxBatch];
+    Group<T> up, gate;
+    const int64_t most = group_rows(a.batch);
+    const auto row = [&](int64_t listed) {
+        return at_byte(reinterpret_cast<const T*>(a.rows), listed_row(a, listed) * a.stride_bytes);
+    };
+    for (int64_t at = first; at < last; at += most) {
+        up.fill(at, last, most, row);
+        if (a.gated) gate.fill(at, last, most, [&](int64_t listed) { return row(listed) + a.d; });
+        if (!a.mask || find_used(a, at, up.count, used)) {
             const bool* wanted = a.mask ? used : nullptr;
-            tile_dots(rows, a.gated ? gate_rows : next, a.x, a.d, a.batch, wanted, ups);
-            if (a.gated) tile_dots(gate_rows, next, a.x, a.d, a.batch, wanted, gates);
+            group_dots(up.rows, up.count, a.gated ? gate.rows : up.next, a.x, a.d, a.batch, wanted, ups);
+            if (a.gated) group_dots(gate.rows, up.count, up.next, a.x, a.d, a.batch, wanted, gates);
         }
-        for (int i = 0; at + i < stop; ++i) finish_row(a, at + i, ups + i * a.batch, gates + i * a.batch);
+        for (int64_t i = 0; i < up.count; ++i) finish_row(a, at + i, ups + i * a.batch, gates + i * a.batch);
     }
 }
 
