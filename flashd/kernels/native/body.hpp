@@ -5,6 +5,7 @@
 #include "body/dots.hpp"
 #include "body/gemv.hpp"
 #include "body/ffn.hpp"
+#include "body/down.hpp"
 #include "body/predict.hpp"
 #include "body/memory.hpp"
 
@@ -24,7 +25,7 @@ constexpr Level make_level(const char* name, bool hardware_crc) {
     return Level{
         name,
         hardware_crc,
-        RowVerbs{gemv, ffn_dots, ffn_down, predict_hidden, predict_scores, xor_words},
+        RowVerbs{W, pack_inputs, gemv, ffn_dots, ffn_down, predict_hidden, predict_scores, xor_words},
         PanelVerbs{W, Vec::kPanelVectors, panel_pack, gemm, panel_ffn_dots, panel_ffn_down, attention_prompt},
         AttentionVerbs{attend, combine},
         NormVerbs{rmsnorm, layernorm, rope},

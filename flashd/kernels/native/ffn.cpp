@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 
+#include "inputs.hpp"
 #include "pool.hpp"
 #include "verbs.hpp"
 
@@ -24,18 +25,20 @@ void mark_fired(const DotsArgs& a, int64_t first, int64_t last, uint8_t* flags) 
     }
 }
 
-void run_dots(const DotsArgs& args, uint8_t* flags) {
+void run_dots(DotsArgs args, uint8_t* flags) {
     if (args.batch > kMaxBatch) {
         ffn_dots_prompt(args);
         const auto mark = [&](int64_t first, int64_t last, int) { mark_fired(args, first, last, flags); };
         return parallel_for(mark, args.count, kFlagsChunk);
     }
     const Level& at = level();
+    const Inputs inputs(at.rows, args.x, args.d, args.batch);
+    args.x = inputs.data();
     const auto rows = [&](int64_t first, int64_t last, int) {
         at.rows.ffn_dots(args, first, last);
         mark_fired(args, first, last, flags);
     };
-    parallel_for(rows, args.count, chunk_of((args.gated ? 2 : 1) * args.d * item_bytes(args.type)));
+    parallel_for(rows, args.count, row_chunk((args.gated ? 2 : 1) * args.d * item_bytes(args.type)));
 }
 
 nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool gated, const std::string& activation,
@@ -90,9 +93,10 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
 
 void run_down(const DownArgs& args) {
     if (args.batch > kMaxBatch) return ffn_down_prompt(args);
-    // Two chunks of columns a thread: wide pieces of rows, yet something left to share.
+    // Wide pieces of rows, yet something left to share. In a batch every piece looks through all of h.
     const int workers = thread_count();
-    const int64_t share = (args.d / (2 * workers) + 63) / 64 * 64;
+    const int64_t pieces = (args.batch == 1 ? 2 : 1) * workers;
+    const int64_t share = ((args.d + pieces - 1) / pieces + 63) / 64 * 64;
     const Level& at = level();
     parallel_for([&](int64_t first, int64_t last, int) { at.rows.ffn_down(args, first, last); }, args.d,
                  share > kMinDownColumns ? share : kMinDownColumns, workers);

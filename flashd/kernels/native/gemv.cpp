@@ -1,4 +1,5 @@
 // The verb gemv.
+#include "inputs.hpp"
 #include "pool.hpp"
 #include "verbs.hpp"
 
@@ -13,12 +14,13 @@ void gemv(nb::handle w_, nb::handle x_, nb::handle out_, nb::handle bias_) {
     const Shape out_shape{x.size(0), w.size(0)};
     const Array out("gemv", "out", out_, {Type::f32}, &out_shape, Access::write);
     const Array bias = Array::optional("gemv", "bias", bias_, {Type::f32}, {w.size(0)});
-    const GemvArgs args{w.data<void>(),     w.type(),  x.data<float>(), out.data<float>(),
-                        bias.data<float>(), w.size(0), w.size(1),       x.size(0)};
     const nb::gil_scoped_release no_gil;
     const Level& at = level();
+    const Inputs inputs(at.rows, x.data<float>(), w.size(1), x.size(0));
+    const GemvArgs args{w.data<void>(),     w.type(),  inputs.data(), out.data<float>(),
+                        bias.data<float>(), w.size(0), w.size(1),     x.size(0)};
     parallel_for([&](int64_t first, int64_t last, int) { at.rows.gemv(args, first, last); }, args.n,
-                 chunk_of(args.k * item_bytes(args.type)));
+                 row_chunk(args.k * item_bytes(args.type)));
 }
 
 }  // namespace

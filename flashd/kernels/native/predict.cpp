@@ -1,9 +1,11 @@
 // The verbs predict and topk_union.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
 #include <vector>
 
+#include "inputs.hpp"
 #include "pool.hpp"
 #include "verbs.hpp"
 
@@ -34,6 +36,20 @@ nb::tuple union_of(const uint8_t* active, int64_t batch, int64_t n) {
     return nb::make_tuple(ids, mask);
 }
 
+void run_predict(PredictArgs args) {
+    const Level& at = level();
+    const Inputs inputs(at.rows, args.x, args.d, args.batch);
+    const int64_t floats = packed_inputs_floats(at.rows, args.rank, args.batch);
+    const Scratch hidden(floats);
+    std::fill_n(hidden.data(), floats, 0.0f);
+    args.x = inputs.data();
+    args.hidden = hidden.data();
+    parallel_for([&](int64_t first, int64_t last, int) { at.rows.predict_hidden(args, first, last); }, args.rank,
+                 row_chunk(args.d * item_bytes(args.type1)));
+    parallel_for([&](int64_t first, int64_t last, int) { at.rows.predict_scores(args, first, last); }, args.n,
+                 row_chunk(args.rank * item_bytes(args.type2)));
+}
+
 nb::tuple predict(nb::handle w1_, nb::handle w2_, nb::handle x_, double threshold, nb::handle b1_, nb::handle b2_,
                   nb::handle scores_) {
     const char* verb = "predict";
@@ -48,19 +64,14 @@ nb::tuple predict(nb::handle w1_, nb::handle w2_, nb::handle x_, double threshol
     const Array b1 = Array::optional(verb, "b1", b1_, {Type::f32}, {rank});
     const Array b2 = Array::optional(verb, "b2", b2_, {Type::f32}, {n});
     const Array scores = Array::optional(verb, "scores", scores_, {Type::f32}, {batch, n}, Access::write);
-    const std::unique_ptr<float[]> hidden(new float[static_cast<size_t>(batch * rank)]);
     const std::unique_ptr<uint8_t[]> active(new uint8_t[static_cast<size_t>(batch * n)]);
-    const PredictArgs args{w1.data<void>(), w2.data<void>(), w1.type(),       w2.type(),        batch,
-                           x.size(1),       rank,            n,               x.data<float>(),  b1.data<float>(),
-                           b2.data<float>(), static_cast<float>(threshold),   hidden.get(),     scores.data<float>(),
-                           active.get()};
+    PredictArgs args{w1.data<void>(),  w2.data<void>(),   w1.type(),        w2.type(),
+                     batch,            x.size(1),         rank,             n,
+                     x.data<float>(),  b1.data<float>(),  b2.data<float>(), static_cast<float>(threshold),
+                     nullptr,          scores.data<float>(), active.get()};
     {
         const nb::gil_scoped_release no_gil;
-        const Level& at = level();
-        parallel_for([&](int64_t first, int64_t last, int) { at.rows.predict_hidden(args, first, last); }, rank,
-                     chunk_of(args.d * item_bytes(args.type1)));
-        parallel_for([&](int64_t first, int64_t last, int) { at.rows.predict_scores(args, first, last); }, n,
-                     chunk_of(rank * item_bytes(args.type2)));
+        run_predict(args);
     }
     return union_of(active.get(), batch, n);
 }

@@ -12,7 +12,8 @@ namespace {
 struct Vec {
     using F = __m256;
     static constexpr int64_t kWidth = 8;
-    static constexpr int kBatchTile = 2;  // times 4 rows: 8 of 16 registers
+    static constexpr int kFewBatch = 2;   // sequences at a time with 4 rows
+    static constexpr int kManyBatch = 6;  // and with 2 rows
     static constexpr int kPanelRows = 6;
     static constexpr int kPanelVectors = 2;
 
@@ -48,10 +49,20 @@ struct Vec {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
     }
 
+    static __m128 quarter(F value) {
+        return _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+    }
     static float sum(F value) {
-        __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+        __m128 half = quarter(value);
         half = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
+    // sums[i] = sum(v[i]) to the bit, four at a time.
+    static void sum4(const F* v, float* sums) {
+        const __m128 a = quarter(v[0]), b = quarter(v[1]), c = quarter(v[2]), d = quarter(v[3]);
+        const __m128 ab = _mm_add_ps(_mm_unpacklo_ps(a, b), _mm_unpackhi_ps(a, b));
+        const __m128 cd = _mm_add_ps(_mm_unpacklo_ps(c, d), _mm_unpackhi_ps(c, d));
+        _mm_storeu_ps(sums, _mm_add_ps(_mm_movelh_ps(ab, cd), _mm_movehl_ps(cd, ab)));
     }
 };
 

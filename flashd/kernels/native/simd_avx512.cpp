@@ -11,7 +11,8 @@ namespace {
 struct Vec {
     using F = __m512;
     static constexpr int64_t kWidth = 16;
-    static constexpr int kBatchTile = 4;
+    static constexpr int kFewBatch = 4;   // sequences at a time with 4 rows
+    static constexpr int kManyBatch = 8;  // and with 2 rows
     static constexpr int kPanelRows = 6;
     static constexpr int kPanelVectors = 4;
 
@@ -51,6 +52,15 @@ struct Vec {
         __m128 half = _mm_add_ps(_mm256_castps256_ps128(part), _mm256_extractf128_ps(part, 1));
         half = _mm_add_ps(half, _mm_movehl_ps(half, half));
         return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+    }
+    // sums[i] = sum(v[i]) to the bit, four at a time.
+    static void sum4(const F* v, float* sums) {
+        const F a = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x44), _mm512_shuffle_f32x4(v[0], v[1], 0xEE));
+        const F b = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x44), _mm512_shuffle_f32x4(v[2], v[3], 0xEE));
+        F four = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
+        four = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4E));
+        four = _mm512_add_ps(four, _mm512_permute_ps(four, 0xB1));
+        _mm512_mask_compressstoreu_ps(sums, 0x1111, four);
     }
 };
 

@@ -11,7 +11,8 @@ namespace {
 struct Vec {
     using F = float32x4_t;
     static constexpr int64_t kWidth = 4;
-    static constexpr int kBatchTile = 4;
+    static constexpr int kFewBatch = 4;   // sequences at a time with 4 rows
+    static constexpr int kManyBatch = 8;  // and with 2 rows
     static constexpr int kPanelRows = 6;
     static constexpr int kPanelVectors = 4;
 
@@ -35,7 +36,14 @@ struct Vec {
         vst1_u16(&to->bits, vmovn_u32(vbslq_u32(vceqq_f32(value, value), rounded, quiet)));
     }
 
-    static float sum(F value) { return vaddvq_f32(value); }
+    static float sum(F value) {
+        const F pairs = vpaddq_f32(value, value);
+        return vgetq_lane_f32(vpaddq_f32(pairs, pairs), 0);
+    }
+    // sums[i] = sum(v[i]) to the bit, four at a time.
+    static void sum4(const F* v, float* sums) {
+        vst1q_f32(sums, vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3])));
+    }
 };
 
 #include "body.hpp"

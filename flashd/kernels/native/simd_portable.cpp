@@ -48,7 +48,8 @@ inline Words to_bfloat(Floats value) {
 struct Vec {
     using F = Floats;
     static constexpr int64_t kWidth = 4;
-    static constexpr int kBatchTile = 2;
+    static constexpr int kFewBatch = 2;   // sequences at a time with 4 rows
+    static constexpr int kManyBatch = 4;  // and with 2 rows
     static constexpr int kPanelRows = 6;
     static constexpr int kPanelVectors = 2;
 
@@ -79,6 +80,9 @@ struct Vec {
     }
 
     static float sum(F v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+    static void sum4(const F* v, float* sums) {
+        for (int i = 0; i < 4; ++i) sums[i] = sum(v[i]);
+    }
 };
 
 #include "body.hpp"

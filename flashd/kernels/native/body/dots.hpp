@@ -1,78 +1,188 @@
-// Dot products of rows with up to 16 sequences' vectors.
+// Dot products of rows with up to 16 sequences' vectors, at the speed of memory.
 //
 // A dot product is summed in one order, whatever rows and sequences share its tile: one vector
 // accumulator from the first element to the last, then across the lanes. That keeps results
 // bit-identical for every batch size, thread count and slicing; speed comes from a tile's many
-// accumulators. Vec::kBatchTile sequences times kRowTile rows fill the registers.
+// accumulators. Rows go in tiles of kRowTile and blocks of about kBlock elements:
+//
+//     row 0   [ block | block | ... ]     all sequences take a block in turn, so that it and their x
+//     row 1   [ block | block | ... ]     stay in the L1 cache; meanwhile what is computed next is
+//     row 2   [ block | block | ... ]     fetched, at a row's end the first block of the next tile:
+//     row 3   [ block | block | ... ]     hardware loses track where rows end or lie far apart
 
-constexpr int kRowTile = 4;
+constexpr int64_t kBlock = 512;
 
-// sums[r * kMaxBatch + b] = rows[r] . x[b], each row read once.
-template <int kRows, int kBatch, class T>
-inline void dots(const T* const* rows, const float* x, int64_t k, float* sums) {
-    Vec::F acc[kRows][kBatch];
-    const T* row[kRows];
-#pragma GCC unroll 4
+// x [batch, k] as the dot products read it: the sequences' vectors side by side, [k / W, batch, W], zeros
+// behind each end. Rows of x that lie a power of two apart would share few lines of the L1 cache.
+void pack_inputs(const float* x, int64_t k, int64_t batch, float* packed) {
+    for (int64_t i = 0; i < k; i += W)
+        for (int64_t b = 0; b < batch; ++b, packed += W) {
+            const float* from = x + b * k + i;
+            Vec::store(packed, i + W <= k ? Vec::load(from) : load_part(from, k - i));
+        }
+}
+
+// acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; count
+// is a multiple of W. kFetch: fetch as many elements from `ahead` into the cache.
+template <int kRows, int kBatch, bool kFetch, class T>
+inline void dot_block(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+                      int64_t batch, Vec::F* acc) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    Vec::F sums[kRows][kBatch];
+    const T *row[kRows], *next[kRows];
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
-        row[r] = rows[r];
-#pragma GCC unroll 4
-        for (int b = 0; b < kBatch; ++b) acc[r][b] = Vec::zero();
+        row[r] = rows[r] + at;
+        next[r] = ahead[r];
+#pragma GCC unroll 8
+        for (int b = 0; b < kBatch; ++b) sums[r][b] = acc[r * batch + b];
     }
+    const float* input = x + at * batch;
+    const auto step = [&](int64_t i) {
+        Vec::F weight[kRows];
+#pragma GCC unroll 8
+        for (int r = 0; r < kRows; ++r) weight[r] = Vec::load(row[r] + i);
+#pragma GCC unroll 8
+        for (int b = 0; b < kBatch; ++b) {
+            const Vec::F value = Vec::load(input + b * W);
+#pragma GCC unroll 8
+            for (int r = 0; r < kRows; ++r) sums[r][b] = Vec::fma(weight[r], value, sums[r][b]);
+        }
+        input += batch * W;
+    };
     int64_t i = 0;
-    for (; i + W <= k; i += W) {
-        Vec::F input[kBatch];
-#pragma GCC unroll 4
-        for (int b = 0; b < kBatch; ++b) input[b] = Vec::load(x + b * k + i);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-            const Vec::F weight = Vec::load(row[r] + i);
-#pragma GCC unroll 4
-            for (int b = 0; b < kBatch; ++b) acc[r][b] = Vec::fma(weight, input[b], acc[r][b]);
-        }
+    for (; i + kLine <= count; i += kLine) {
+#pragma GCC unroll 8
+        for (int r = 0; kFetch && r < kRows; ++r) __builtin_prefetch(next[r] + i);
+#pragma GCC unroll 8
+        for (int64_t v = 0; v < kLine; v += W) step(i + v);
     }
-    if (i < k) {
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-            const Vec::F weight = load_part(row[r] + i, k - i);
-#pragma GCC unroll 4
-            for (int b = 0; b < kBatch; ++b)
-                acc[r][b] = Vec::fma(weight, load_part(x + b * k + i, k - i), acc[r][b]);
-        }
-    }
-#pragma GCC unroll 4
+    for (; i < count; i += W) step(i);
+#pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 4
-        for (int b = 0; b < kBatch; ++b) sums[r * kMaxBatch + b] = Vec::sum(acc[r][b]);
+#pragma GCC unroll 8
+        for (int b = 0; b < kBatch; ++b) acc[r * batch + b] = sums[r][b];
 }
 
-// The same for any batch: the rows stay in the L1 cache between the tiles.
-template <int kRows, class T>
-inline void batch_dots(const T* const* rows, const float* x, int64_t k, int64_t batch, float* sums) {
-    int64_t b = 0;
-    for (; b + Vec::kBatchTile <= batch; b += Vec::kBatchTile)
-        dots<kRows, Vec::kBatchTile>(rows, x + b * k, k, sums + b);
-    if (Vec::kBatchTile > 2 && b + 2 <= batch) {
-        dots<kRows, 2>(rows, x + b * k, k, sums + b);
-        b += 2;
+// Sequences that the registers take together when `left` are left.
+inline int64_t sequences_at_once(int64_t left) {
+    return left >= Vec::kManyBatch ? Vec::kManyBatch : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+}
+
+// A tile's rows, as many at a time as the registers hold with kBatch sequences.
+template <int kBatch, bool kFetch, class T>
+inline void dot_tile(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+                     int64_t batch, Vec::F* acc) {
+    constexpr int kRows = kBatch <= Vec::kFewBatch ? 4 : 2;
+    for (int r = 0; r < kRowTile; r += kRows)
+        dot_block<kRows, kBatch, kFetch>(rows + r, ahead + r, x, at, count, batch, acc + r * batch);
+}
+
+template <bool kFetch, class T>
+inline void dot_sequences(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+                          int64_t batch, int64_t at_once, Vec::F* acc) {
+    if (at_once == Vec::kManyBatch)
+        dot_tile<Vec::kManyBatch, kFetch>(rows, ahead, x, at, count, batch, acc);
+    else if (at_once == 4)
+        dot_tile<4, kFetch>(rows, ahead, x, at, count, batch, acc);
+    else if (at_once == 2)
+        dot_tile<2, kFetch>(rows, ahead, x, at, count, batch, acc);
+    else
+        dot_tile<1, kFetch>(rows, ahead, x, at, count, batch, acc);
+}
+
+// All sequences that use a tile's rows: `used` says which (null: all).
+template <class T>
+inline void dot_batch(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+                      int64_t batch, const bool* used, Vec::F* acc) {
+    bool fetched = false;
+    for (int64_t b = 0, at_once; b < batch; b += at_once) {
+        at_once = sequences_at_once(batch - b);
+        bool any = !used;
+        for (int64_t i = b; !any && i < b + at_once; ++i) any = used[i];
+        if (!any) continue;
+        if (fetched)
+            dot_sequences<false>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
+        else
+            dot_sequences<true>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
+        fetched = true;
     }
-    for (; b < batch; ++b) dots<kRows, 1>(rows, x + b * k, k, sums + b);
 }
 
-// Calls each(row, sums of that row) for rows [first, last), in order.
+// The elements behind the last whole vector.
+template <class T>
+inline void dot_rest(const T* const* rows, const float* x, int64_t at, int64_t count, int64_t batch, Vec::F* acc) {
+    Vec::F weight[kRowTile];
+    for (int r = 0; r < kRowTile; ++r) weight[r] = load_part(rows[r] + at, count);
+    for (int64_t b = 0; b < batch; ++b) {
+        const Vec::F value = Vec::load(x + at * batch + b * W);
+        for (int r = 0; r < kRowTile; ++r) acc[r * batch + b] = Vec::fma(weight[r], value, acc[r * batch + b]);
+    }
+}
+
+// Rows whose sums lie between blocks in the L1 cache, whole tiles of them. Many sequences' inputs come from the
+// L2 cache, for many rows at a time.
+constexpr int64_t kGroupRows = 16;
+
+inline int64_t group_rows(int64_t batch) { return batch > 4 ? kGroupRows : kRowTile; }
+
+// A group of rows, padded to whole tiles by repeating the last, and the first tile of the next group.
+template <class T>
+struct Group {
+    const T* rows[kGroupRows];
+    const T* next[kRowTile];
+    int64_t count;  // without padding
+
+    // Rows row(first), row(first + 1), ... of those up to `last`.
+    template <class Row>
+    void fill(int64_t first, int64_t last, int64_t most, Row row) {
+        count = first + most < last ? most : last - first;
+        for (int64_t i = 0; i < count; ++i) rows[i] = row(first + i);
+        for (int64_t i = count; i % kRowTile; ++i) rows[i] = rows[count - 1];
+        for (int64_t i = 0; i < kRowTile; ++i) next[i] = first + most + i < last ? row(first + most + i) : rows[0];
+    }
+};
+
+// sums[r * batch + b] = rows[r] . x[b] for a group. used[r / kRowTile * batch + b] says which sequences use a
+// tile (null: all); the others' sums may be anything. `next` is what is computed after this.
+template <class T>
+inline void group_dots(const T* const* rows, int64_t count, const T* const* next, const float* x, int64_t k,
+                       int64_t batch, const bool* used, float* sums) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    Vec::F acc[kGroupRows * kMaxBatch];
+    const int64_t padded = (count + kRowTile - 1) / kRowTile * kRowTile;
+    for (int64_t j = 0; j < padded * batch; ++j) acc[j] = Vec::zero();
+    const int64_t whole = k / W * W;
+    const int64_t block = batch > 4 ? kBlock / 2 : kBlock;
+    const int64_t blocks = (whole + block - 1) / block;
+    const int64_t step = blocks > 1 ? ((whole + blocks - 1) / blocks + kLine - 1) / kLine * kLine : whole;
+    for (int64_t at = 0; at < whole; at += step) {
+        const int64_t left = whole - at;
+        for (int64_t r = 0; r < padded; r += kRowTile) {
+            const T* ahead[kRowTile];
+            for (int i = 0; i < kRowTile; ++i)
+                ahead[i] = r + kRowTile < padded ? rows[r + kRowTile + i] + at
+                           : left > step         ? rows[i] + at + step
+                                                 : next[i];
+            dot_batch(rows + r, ahead, x, at, left < step ? left : step, batch,
+                      used ? used + r / kRowTile * batch : nullptr, acc + r * batch);
+        }
+    }
+    for (int64_t r = 0; whole < k && r < padded; r += kRowTile)
+        dot_rest(rows + r, x, whole, k - whole, batch, acc + r * batch);
+    for (int64_t j = 0; j < padded * batch; j += 4) Vec::sum4(acc + j, sums + j);
+}
+
+// Calls each(row, sums of that row) for rows [first, last), in order; x is packed.
 template <class T, class Each>
 inline void for_each_row(const T* w, int64_t stride_bytes, const float* x, int64_t k, int64_t batch, int64_t first,
                          int64_t last, Each each) {
-    float sums[kRowTile * kMaxBatch];
-    const T* rows[kRowTile];
-    int64_t r = first;
-    for (; r + kRowTile <= last; r += kRowTile) {
-        for (int i = 0; i < kRowTile; ++i) rows[i] = at_byte(w, (r + i) * stride_bytes);
-        batch_dots<kRowTile>(rows, x, k, batch, sums);
-        for (int i = 0; i < kRowTile; ++i) each(r + i, sums + i * kMaxBatch);
-    }
-    for (; r < last; ++r) {
-        rows[0] = at_byte(w, r * stride_bytes);
-        batch_dots<1>(rows, x, k, batch, sums);
-        each(r, sums);
+    float sums[kGroupRows * kMaxBatch];
+    Group<T> group;
+    const int64_t most = group_rows(batch);
+    for (int64_t r = first; r < last; r += most) {
+        group.fill(r, last, most, [&](int64_t row) { return at_byte(w, row * stride_bytes); });
+        group_dots(group.rows, group.count, group.next, x, k, batch, nullptr, sums);
+        for (int64_t i = 0; i < group.count; ++i) each(r + i, sums + i * batch);
     }
 }

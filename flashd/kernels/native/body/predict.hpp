@@ -5,8 +5,9 @@ void predict_hidden_rows(const PredictArgs& a, int64_t first, int64_t last) {
     const int64_t stride_bytes = a.d * static_cast<int64_t>(sizeof(T));
     for_each_row(static_cast<const T*>(a.w1), stride_bytes, a.x, a.d, a.batch, first, last,
                  [&](int64_t r, const float* sums) {
+                     float* packed = a.hidden + r / W * W * a.batch + r % W;
                      for (int64_t b = 0; b < a.batch; ++b)
-                         a.hidden[b * a.rank + r] = activate(Activation::relu, a.b1 ? sums[b] + a.b1[r] : sums[b]);
+                         packed[b * W] = activate(Activation::relu, a.b1 ? sums[b] + a.b1[r] : sums[b]);
                  });
 }
 
