@@ -13,7 +13,7 @@ void attention_prompt(const AttentionArgs& args) {
     const int64_t share = attention_scratch(args.width, verbs.width * verbs.vectors);
     const Scratch scratch(workers * share);
     const auto attend = [&](int64_t first, int64_t last, int worker) {
-        verbs.attend(args, first, last, scratch.data() + worker * share);
+        verbs.attend(args, workers, first, last, scratch.data() + worker * share);
     };
     parallel_for(attend, items, 1, workers);
 }

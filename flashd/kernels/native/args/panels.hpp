@@ -65,7 +65,10 @@ struct PanelVerbs {
     void (*dots)(const DotsArgs&, const PanelPlan&, int64_t first_item, int64_t last_item, float* scratch);
     void (*down)(const DownArgs&, const int64_t* rows, const PanelPlan&, int64_t first_item, int64_t last_item,
                  float* scratch);
-    void (*attend)(const AttentionArgs&, int64_t first_item, int64_t last_item, float* scratch);
+    // Items are blocks of the queries of a KV head. `heads_at_once` of these take turns, so that their keys and
+    // values stay in the caches of as many threads; their longest blocks come first.
+    void (*attend)(const AttentionArgs&, int64_t heads_at_once, int64_t first_item, int64_t last_item,
+                   float* scratch);
 };
 
 }  // namespace flashd

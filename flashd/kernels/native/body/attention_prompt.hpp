@@ -6,7 +6,8 @@
 // keys alone.
 
 struct Queries {
-    int64_t kv_head, group, vectors, lanes, first, count;  // of tokens * group queries
+    int64_t fetched = 0;
+    int64_t kv_head, next_head, group, vectors, lanes, first, count;  // of tokens * group queries
     float* weights;   // keys or values as float32
     float* queries;   // [width, lanes], scaled
     float* scores;    // [keys of a block, lanes]
@@ -15,13 +16,17 @@ struct Queries {
     float* totals;    // [lanes]
     int64_t* limits;  // [lanes]: keys that a query sees, ascending
 
-    Queries(const AttentionArgs& a, int64_t item, float* scratch) {
+    Queries(const AttentionArgs& a, int64_t heads_at_once, int64_t item, float* scratch) {
         group = a.heads / a.kv_heads;
         const int64_t total = a.tokens * group;
         const int64_t all = (total + W - 1) / W;
         const int64_t blocks = (all + Vec::kPanelVectors - 1) / Vec::kPanelVectors;
-        kv_head = item % a.kv_heads;
-        const int64_t block = blocks - 1 - item / a.kv_heads;  // the longest first
+        const int64_t start = item / (heads_at_once * blocks) * heads_at_once;  // the first of these heads
+        const int64_t heads = start + heads_at_once < a.kv_heads ? heads_at_once : a.kv_heads - start;
+        const int64_t turn = item - start * blocks;
+        kv_head = start + turn % heads;
+        next_head = kv_head + heads_at_once;
+        const int64_t block = blocks - 1 - turn / heads;  // the longest first
         first = block * all / blocks * W;
         vectors = (block + 1) * all / blocks - block * all / blocks;
         lanes = vectors * W;
@@ -35,9 +40,20 @@ struct Queries {
         limits = reinterpret_cast<int64_t*>(totals + lanes);
     }
 
-    int64_t offset(const AttentionArgs& a, int64_t lane) const {
-        const int64_t query = first + lane;
-        return (query / group * a.heads + kv_head * group + query % group) * a.width;
+    int64_t offset(const AttentionArgs& a, int64_t lane) const { return offset_of(a, kv_head, first + lane); }
+    int64_t offset_of(const AttentionArgs& a, int64_t head, int64_t query) const {
+        return (query / group * a.heads + head * group + query % group) * a.width;
+    }
+
+    // Some of what will be written at the end of this item, and of the queries of the next.
+    void fetch_ahead(const AttentionArgs& a) {
+        for (const int64_t stop = fetched + 4; fetched < stop && fetched < count; ++fetched) {
+            fetch<1>(a.out + offset(a, fetched), a.width);
+            if (first > 0)
+                fetch<0>(a.q + offset_of(a, kv_head, first - 1 - fetched % first), a.width);
+            else if (next_head < a.kv_heads)
+                fetch<0>(a.q + offset_of(a, next_head, a.tokens * group - 1 - fetched), a.width);
+        }
     }
     // The first vector with a query that sees `key`; `vectors` when there is none.
     int64_t first_vector(int64_t key) const {
@@ -73,28 +89,96 @@ struct Queries {
     }
 };
 
+// Keys or values of one KV head.
+template <class T>
+struct Rows {
+    const T* data;
+    int64_t width, count;
+
+    const T* row(int64_t position) const { return data + position * width; }
+    void fetch_rows(int64_t first, int64_t last) const {
+        if (last > count) last = count;
+        if (first < last) fetch(row(first), (last - first) * width);
+    }
+};
+
 // Scores of `keys` keys from position `at` on.
 template <class T>
-inline void score(const AttentionArgs& a, const Queries& b, const T* k, int64_t at, int64_t keys) {
+inline void score(const AttentionArgs& a, Queries& b, const Rows<T>& k, const Rows<T>& v, int64_t at, int64_t keys) {
     __builtin_memset(b.scores, 0, static_cast<size_t>(keys * b.lanes) * sizeof(float));
     for (int64_t c = 0; c < a.width; c += kPanelSteps) {
         const int64_t steps = c + kPanelSteps < a.width ? kPanelSteps : a.width - c;
         for (int64_t start = 0; start < keys; start += kPanelOutputs) {
             const int64_t stop = start + kPanelOutputs < keys ? start + kPanelOutputs : keys;
             for (int64_t s = start; s < stop; ++s)
-                widen_row(k + (at + s) * a.width + c, steps, b.weights + (s - start) * kPanelSteps);
+                widen_row(k.row(at + s) + c, steps, b.weights + (s - start) * kPanelSteps);
             for (int64_t s = start; s < stop; s += Vec::kPanelRows) {
-                const int64_t v = b.first_vector(at + s);
-                panel<ByOutput>(b.weights + (s - start) * kPanelSteps, stop - s, b.queries + c * b.lanes + v * W,
-                                b.vectors - v, steps, b.scores + s * b.lanes + v * W, b.lanes);
+                const int64_t skip = b.first_vector(at + s);
+                if (c == 0) {
+                    b.fetch_ahead(a);
+                    k.fetch_rows(at + s + kPanelOutputs, at + s + kPanelOutputs + Vec::kPanelRows);
+                    v.fetch_rows(at + s, at + s + Vec::kPanelRows);
+                }
+                panel<ByOutput>(b.weights + (s - start) * kPanelSteps, stop - s, b.queries + c * b.lanes + skip * W,
+                                b.vectors - skip, steps, b.scores + s * b.lanes + skip * W, b.lanes);
             }
         }
     }
 }
 
-// Scores become exp(score - highest so far); what was mixed before is scaled to match.
-inline void soften(const AttentionArgs& a, const Queries& b, int64_t at, int64_t keys) {
-    const Vec::F infinity = Vec::set(__builtin_inff());
+// e^x for x <= 0 within 2 ulp; NaN stays, and what is below 2e-38 becomes 0, as of scores that are -infinity.
+inline Vec::F weight_of(Vec::F x) {
+    // x = n ln 2 + r: adding 1.5 * 2^23 rounds n to an integer, and 127 more makes the low bits the exponent of 2^n.
+    const Vec::F shift = Vec::set(0x1.8p23f + 127.0f);
+    const Vec::F shifted = Vec::fma(x, Vec::set(1.44269504088896341f), shift);
+    const Vec::F n = shifted - shift;
+    const Vec::F r = Vec::fma(n, Vec::set(2.12194440e-4f), Vec::fma(n, Vec::set(-0.693359375f), x));
+    Vec::F p = Vec::set(1.9875691500e-4f);  // coefficients: Cephes, expf
+    p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
+    p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
+    p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
+    p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
+    p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
+    p = Vec::add(Vec::fma(p, r * r, r), Vec::set(1.0f));
+    return pick(x < Vec::set(-87.0f), Vec::zero(), p * lane_floats(lane_bits(shifted) << 23));
+}
+
+inline Vec::F greater(Vec::F x, Vec::F other) { return pick(x > other, x, other); }  // NaN never wins
+
+// What `each(s, chain)` is called for: all s < count, in four chains, so that none waits for the one before.
+template <class Each>
+inline void in_four_chains(int64_t count, Each each) {
+    int64_t s = 0;
+    for (; s + 4 <= count; s += 4)
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) each(s + j, j);
+#pragma GCC unroll 4
+    for (int j = 0; j < 3; ++j)
+        if (s + j < count) each(s + j, j);
+}
+
+// Scores of a vector of queries become exp(score - highest so far); returns what scales all before them.
+inline Vec::F soften(float* scores, int64_t stride, int64_t count, float* highest, float* totals) {
+    const Vec::F lowest = Vec::set(-__builtin_inff());
+    const Vec::F before = Vec::load(highest);
+    Vec::F tops[4] = {before, before, before, before};
+    in_four_chains(count, [&](int64_t s, int j) { tops[j] = greater(Vec::load(scores + s * stride), tops[j]); });
+    const Vec::F top = greater(greater(tops[0], tops[1]), greater(tops[2], tops[3]));
+    Vec::store(highest, top);
+    // Nothing but -infinity so far: subtracting 0 gives weights of 0, not NaN.
+    const Vec::F base = pick(top == lowest, Vec::zero(), top);
+    const Vec::F factor = weight_of(before - base);
+    Vec::F sums[4] = {Vec::load(totals) * factor, Vec::zero(), Vec::zero(), Vec::zero()};
+    in_four_chains(count, [&](int64_t s, int j) {
+        const Vec::F weight = weight_of(Vec::load(scores + s * stride) - base);
+        Vec::store(scores + s * stride, weight);
+        sums[j] = Vec::add(sums[j], weight);
+    });
+    Vec::store(totals, Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
+    return factor;
+}
+
+inline void soften_block(const AttentionArgs& a, const Queries& b, int64_t at, int64_t keys) {
     for (int64_t i = 0; i < b.lanes; i += W) {
         int64_t seen = b.limits[i + W - 1] - at;
         if (seen <= 0) continue;
@@ -102,27 +186,8 @@ inline void soften(const AttentionArgs& a, const Queries& b, int64_t at, int64_t
         for (int64_t s = b.limits[i] > at ? b.limits[i] - at : 0; s < seen; ++s)
             for (int64_t t = i; t < i + W && b.limits[t] <= at + s; ++t)
                 b.scores[s * b.lanes + t] = -__builtin_inff();
-        const Vec::F before = Vec::load(b.highest + i);
-        Vec::F tops[4] = {before, before, before, before};
-        for (int64_t s = 0; s < seen; ++s) {  // NaN never wins, but stays in the scores
-            const Vec::F x = Vec::load(b.scores + s * b.lanes + i);
-            tops[s % 4] = pick(x > tops[s % 4], x, tops[s % 4]);
-        }
-        Vec::F top = tops[0];
-        for (int j = 1; j < 4; ++j) top = pick(tops[j] > top, tops[j], top);
-        Vec::store(b.highest + i, top);
-        // Nothing but -infinity so far: subtracting 0 gives weights of 0, not NaN.
-        const Vec::F base = pick(top == Vec::zero() - infinity, Vec::zero(), top);
-        const Vec::F factor = vexp(before - base);
-        Vec::F sums[4] = {Vec::load(b.totals + i) * factor, Vec::zero(), Vec::zero(), Vec::zero()};
-        for (int64_t s = 0; s < seen; ++s) {
-            float* scores = b.scores + s * b.lanes + i;
-            const Vec::F weight = vexp(Vec::load(scores) - base);
-            Vec::store(scores, weight);
-            sums[s % 4] = Vec::add(sums[s % 4], weight);
-        }
-        Vec::store(b.totals + i, Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
-        for (int64_t c = 0; c < a.width; ++c) {
+        const Vec::F factor = soften(b.scores + i, b.lanes, seen, b.highest + i, b.totals + i);
+        for (int64_t c = 0; at > 0 && c < a.width; ++c) {
             float* mixed = b.mixed + c * b.lanes + i;
             Vec::store(mixed, Vec::load(mixed) * factor);
         }
@@ -148,13 +213,13 @@ inline void add_unseen(const Queries& b, float* values, int64_t width, int64_t a
 
 // Adds the values of `keys` keys, weighted.
 template <class T>
-inline void mix_block(const AttentionArgs& a, const Queries& b, const T* v, int64_t at, int64_t keys) {
+inline void mix_block(const AttentionArgs& a, const Queries& b, const Rows<T>& v, int64_t at, int64_t keys) {
     for (int64_t c = 0; c < a.width; c += kPanelOutputs) {
         const int64_t width = c + kPanelOutputs < a.width ? kPanelOutputs : a.width - c;
         float* mixed = b.mixed + c * b.lanes;
         for (int64_t s = 0; s < keys; ++s) {
             float* values = b.weights + s * kPanelOutputs;
-            widen_row(v + (at + s) * a.width + c, width, values);
+            widen_row(v.row(at + s) + c, width, values);
             if (at + s >= b.limits[0]) add_unseen(b, values, width, at, s, mixed);
         }
         int64_t stop;
@@ -170,25 +235,27 @@ inline void mix_block(const AttentionArgs& a, const Queries& b, const T* v, int6
 }
 
 template <class T>
-void attend_item(const AttentionArgs& a, int64_t item, float* scratch) {
-    Queries block(a, item, scratch);
-    const int64_t head = block.kv_head * a.capacity * a.width;
+void attend_item(const AttentionArgs& a, int64_t heads_at_once, int64_t item, float* scratch) {
+    Queries block(a, heads_at_once, item, scratch);
     block.start(a);
     const int64_t last = block.limits[block.lanes - 1];
+    const int64_t head = block.kv_head * a.capacity * a.width;
+    const Rows<T> k{static_cast<const T*>(a.k) + head, a.width, last};
+    const Rows<T> v{static_cast<const T*>(a.v) + head, a.width, last};
     for (int64_t at = 0; at < last; at += kPanelSteps) {
         const int64_t keys = at + kPanelSteps < last ? kPanelSteps : last - at;
-        score(a, block, static_cast<const T*>(a.k) + head, at, keys);
-        soften(a, block, at, keys);
-        mix_block(a, block, static_cast<const T*>(a.v) + head, at, keys);
+        score(a, block, k, v, at, keys);
+        soften_block(a, block, at, keys);
+        mix_block(a, block, v, at, keys);
     }
     block.finish(a);
 }
 
-void attention_prompt(const AttentionArgs& a, int64_t first, int64_t last, float* scratch) {
+void attention_prompt(const AttentionArgs& a, int64_t heads_at_once, int64_t first, int64_t last, float* scratch) {
     for (int64_t i = first; i < last; ++i) {
         if (a.type == Type::f16)
-            attend_item<F16>(a, i, scratch);
+            attend_item<F16>(a, heads_at_once, i, scratch);
         else
-            attend_item<float>(a, i, scratch);
+            attend_item<float>(a, heads_at_once, i, scratch);
     }
 }

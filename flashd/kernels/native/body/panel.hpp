@@ -12,8 +12,9 @@ struct ByStep {  // rows of weights are steps: sums of rows
 };
 
 // sums[o, lane] += weights(o, s) * tokens[s, lane] for a tile of outputs and vectors of lanes.
+// Never inlined: the caller's variables would take registers away from it.
 template <class Form, int kOutputs, int kVectors>
-inline void panel_tile(const float* weights, const float* tokens, int64_t steps, float* sums, int64_t lanes) {
+__attribute__((noinline)) void panel_tile(const float* weights, const float* tokens, int64_t steps, float* sums, int64_t lanes) {
     Vec::F acc[kOutputs][kVectors];
 #pragma GCC unroll 16
     for (int o = 0; o < kOutputs; ++o)
@@ -71,10 +72,10 @@ inline void widen_row(const T* from, int64_t count, float* to) {
 }
 
 // Weights come from memory while the tiles before them are computed.
-template <class T>
+template <int kWrite = 0, class T>
 inline void fetch(const T* from, int64_t count) {
     const char* bytes = reinterpret_cast<const char*>(from);
-    for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, 0, 2);
+    for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, kWrite, 2);
 }
 
 using Quad = float __attribute__((vector_size(16)));
@@ -126,6 +127,7 @@ inline void to_lanes(Row row, int64_t tokens, const int64_t* listed, int64_t cou
     int64_t t = 0;
     for (; t + 4 <= tokens; t += 4) {
         const float* const from[4] = {row(t), row(t + 1), row(t + 2), row(t + 3)};
+        for (int64_t r = t + 4; r < t + 8 && r < tokens; ++r) fetch(row(r) + listed_at(listed, 0), count);
         int64_t i = 0;
         for (; i + 4 <= count; i += 4) {
             Quad q[4];
