@@ -103,6 +103,23 @@ def test_nan_and_inf(verbs: ModuleType, value: float, place: int, tokens: int) -
     np.testing.assert_allclose(out[1:], 1.0, rtol=1e-6)
 
 
+@pytest.mark.parametrize("tokens", [1, 4, 40])
+@pytest.mark.parametrize("seen", [slice(0, 3), slice(700, 703)])
+def test_scores_of_minus_infinity(verbs: ModuleType, tokens: int, seen: slice) -> None:
+    """Whole blocks of positions at which nobody looks, before and behind the others."""
+    rng = np.random.default_rng(6)
+    q, v = np.ones((tokens, 2, 24), np.float32), reference.normal(rng, 1, 760, 24)
+    k = np.full((1, 760, 24), -np.inf, np.float32)
+    k[:, seen] = 0.5
+    out = np.empty_like(q)
+    verbs.attention(q, k, v, 750, 1.0, out)
+    expected = np.broadcast_to(v[0, seen].mean(axis=0), q.shape)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    k[:] = -np.inf
+    verbs.attention(q, k, v, 750, 1.0, out)
+    assert np.isnan(out).all()
+
+
 @EXAMPLES
 @given(tokens=st.integers(0, 40), heads=st.integers(0, 5), half=st.integers(0, 40) | st.just(64), seed=SEEDS)
 def test_rope(verbs: ModuleType, tokens: int, heads: int, half: int, seed: int) -> None:
