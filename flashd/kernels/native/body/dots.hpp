@@ -22,8 +22,8 @@ void pack_inputs(const float* x, int64_t k, int64_t batch, float* packed) {
         }
 }
 
-// acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; count
-// is a multiple of W. kFetch: fetch as many elements from `ahead` into the cache.
+// acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; at the
+// rows' start it is overwritten. `count` is a multiple of W. kFetch: fetch as many elements from `ahead` into the cache.
 template <int kRows, int kBatch, bool kFetch, class T>
 inline void dot_block(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
                       int64_t batch, Vec::F* acc) {
@@ -35,7 +35,7 @@ inline void dot_block(const T* const* rows, const T* const* ahead, const float* 
         row[r] = rows[r] + at;
         next[r] = ahead[r];
 #pragma GCC unroll 8
-        for (int b = 0; b < kBatch; ++b) sums[r][b] = acc[r * batch + b];
+        for (int b = 0; b < kBatch; ++b) sums[r][b] = at ? acc[r * batch + b] : Vec::zero();
     }
     const float* input = x + at * batch;
     const auto step = [&](int64_t i) {
@@ -120,12 +120,12 @@ inline void dot_rest(const T* const* rows, const float* x, int64_t at, int64_t c
     }
 }
 
-// Rows whose sums lie between blocks in the L1 cache, whole tiles of them. Many sequences' inputs come from the
-// L2 cache, for many rows at a time.
+// Rows whose sums lie between blocks in the L1 cache, whole tiles of them: many if the inputs come from the L2
+// cache, because there are many sequences, or if rows are short.
 constexpr int64_t kGroupRows = 16;
 constexpr int64_t kLeadBytes = 4096;
 
-inline int64_t group_rows(int64_t batch) { return batch > 4 ? kGroupRows : kRowTile; }
+inline int64_t group_rows(int64_t k, int64_t batch) { return batch > 4 || k <= kBlock ? kGroupRows : kRowTile; }
 
 // A group of rows, padded to whole tiles by repeating the last, and rows to come, padded with these.
 template <class T>
@@ -165,8 +165,8 @@ inline void group_dots(const T* const* rows, int64_t count, const T* const* next
                        const Blocks<T>& blocks, int64_t batch, const bool* used, float* sums) {
     Vec::F acc[kGroupRows * kMaxBatch];
     const int64_t padded = (count + kRowTile - 1) / kRowTile * kRowTile;
-    for (int64_t j = 0; j < padded * batch; ++j) acc[j] = Vec::zero();
     const int64_t whole = blocks.whole, step = blocks.step;
+    for (int64_t j = 0; !whole && j < padded * batch; ++j) acc[j] = Vec::zero();
     for (int64_t at = 0; at < whole; at += step) {
         const int64_t left = whole - at;
         for (int64_t r = 0; r < padded; r += kRowTile) {
@@ -189,7 +189,7 @@ inline void for_each_row(const T* w, int64_t stride_bytes, const float* x, int64
     float sums[kGroupRows * kMaxBatch];
     Group<T> group;
     const Blocks<T> blocks(k, batch);
-    const int64_t most = group_rows(batch);
+    const int64_t most = group_rows(k, batch);
     // Short rows are fetched earlier.
     const int64_t group_bytes = most * stride_bytes + 1;
     const int64_t lead = group_bytes < kLeadBytes ? kLeadBytes / group_bytes * most : most;

@@ -57,7 +57,7 @@ void ffn_dots_rows(const DotsArgs& a, int64_t first, int64_t last) {
     bool used[kGroupRows / kRowTile * kMaxBatch];
     Group<T> up, gate;
     const Blocks<T> blocks(a.d, a.batch);
-    const int64_t most = group_rows(a.batch);
+    const int64_t most = group_rows(a.d, a.batch);
     const auto row = [&](int64_t listed) {
         return at_byte(reinterpret_cast<const T*>(a.rows), listed_row(a, listed) * a.stride_bytes);
     };
