@@ -70,6 +70,20 @@ nb::object new_array(Type type, std::initializer_list<int64_t> shape, void** dat
     return fresh;
 }
 
+nb::object flagged(const uint8_t* flags, int64_t count, const int64_t* values) {
+    int64_t total = 0;
+    for (int64_t i = 0; i < count; ++i) total += flags[i];
+    void* data = nullptr;
+    nb::object result = new_array(Type::i64, {total}, &data);
+    int64_t* to = static_cast<int64_t*>(data);
+    // Without a branch on the flags: nobody can foresee them.
+    for (int64_t i = 0, found = 0; found < total; ++i) {
+        to[found] = values ? values[i] : i;
+        found += flags[i];
+    }
+    return result;
+}
+
 std::string text(nb::handle value) { return nb::cast<std::string>(nb::str(value)); }
 
 [[noreturn]] void raise_value(const std::string& message) { throw nb::value_error(message.c_str()); }

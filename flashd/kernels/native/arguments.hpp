@@ -74,6 +74,9 @@ void import_numpy();  // once, before any Array
 // `numpy.empty(shape, type)`, and its memory in `data`.
 nb::object new_array(Type type, std::initializer_list<int64_t> shape, void** data);
 
+// int64 array of the numbers values[i] (i itself if null) for which flags[i] is 1, not 0.
+nb::object flagged(const uint8_t* flags, int64_t count, const int64_t* values);
+
 std::string text(nb::handle value);  // str(value)
 [[noreturn]] void raise_value(const std::string& message);
 

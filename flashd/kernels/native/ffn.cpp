@@ -75,20 +75,11 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
     if (args.slots) check_indices(verb, "slots", args.slots, args.count, args.columns, true);
 
     const std::unique_ptr<uint8_t[]> flags(new uint8_t[static_cast<size_t>(args.count)]);
-    const std::unique_ptr<int64_t[]> fired(new int64_t[static_cast<size_t>(args.count) + 1]);
-    int64_t found = 0;
     {
         const nb::gil_scoped_release no_gil;
         run_dots(args, flags.get());
-        for (int64_t i = 0; i < args.count; ++i) {  // without a branch: which rows fire can't be foreseen
-            fired[found] = args.slots ? args.slots[i] : i;
-            found += flags[i];
-        }
     }
-    void* columns_fired = nullptr;
-    nb::object result = new_array(Type::i64, {found}, &columns_fired);
-    if (found) std::memcpy(columns_fired, fired.get(), static_cast<size_t>(found) * sizeof(int64_t));
-    return result;
+    return flagged(flags.get(), args.count, args.slots);
 }
 
 void run_down(const DownArgs& args) {

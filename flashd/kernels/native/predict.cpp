@@ -14,25 +14,17 @@ namespace {
 
 // (ids, mask) of `active` [batch, n]: the columns that any sequence uses, and who uses them.
 nb::tuple union_of(const uint8_t* active, int64_t batch, int64_t n) {
-    std::vector<int64_t> found(static_cast<size_t>(n) + 1);
-    int64_t count = 0;
-    {
-        const nb::gil_scoped_release no_gil;
-        std::vector<uint8_t> any(active, active + n);
-        for (int64_t b = 1; b < batch; ++b)
-            for (int64_t i = 0; i < n; ++i) any[static_cast<size_t>(i)] |= active[b * n + i];
-        for (int64_t i = 0; i < n; ++i) {  // without a branch: which neurons fire can't be foreseen
-            found[static_cast<size_t>(count)] = i;
-            count += any[static_cast<size_t>(i)];
-        }
-    }
-    void *ids_data = nullptr, *mask_data = nullptr;
-    const nb::object ids = new_array(Type::i64, {count}, &ids_data);
-    const nb::object mask = new_array(Type::boolean, {batch, count}, &mask_data);
-    if (count) std::memcpy(ids_data, found.data(), static_cast<size_t>(count) * sizeof(int64_t));
-    uint8_t* to = static_cast<uint8_t*>(mask_data);
+    std::vector<uint8_t> any(active, active + n);
+    for (int64_t b = 1; b < batch; ++b)
+        for (int64_t i = 0; i < n; ++i) any[static_cast<size_t>(i)] |= active[b * n + i];
+    const nb::object ids = flagged(any.data(), n, nullptr);
+    const Array chosen("predict", "ids", ids, {Type::i64}, nullptr);
+    const int64_t count = chosen.size(0);
+    void* data = nullptr;
+    const nb::object mask = new_array(Type::boolean, {batch, count}, &data);
+    uint8_t* to = static_cast<uint8_t*>(data);
     for (int64_t b = 0; b < batch; ++b)
-        for (int64_t i = 0; i < count; ++i) *to++ = active[b * n + found[static_cast<size_t>(i)]];
+        for (int64_t i = 0; i < count; ++i) *to++ = active[b * n + chosen.data<int64_t>()[i]];
     return nb::make_tuple(ids, mask);
 }
 

@@ -60,7 +60,8 @@ struct Vec {
         F four = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xDD));
         four = _mm512_add_ps(four, _mm512_permute_ps(four, 0x4E));
         four = _mm512_add_ps(four, _mm512_permute_ps(four, 0xB1));
-        _mm512_mask_compressstoreu_ps(sums, 0x1111, four);
+        const __m512i firsts = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+        _mm_storeu_ps(sums, _mm512_castps512_ps128(_mm512_permutexvar_ps(firsts, four)));
     }
 };
 

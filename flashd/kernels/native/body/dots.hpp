@@ -22,8 +22,8 @@ void pack_inputs(const float* x, int64_t k, int64_t batch, float* packed) {
         }
 }
 
-// acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; count
-// is a multiple of W. kFetch: fetch as many elements from `ahead` into the cache.
+// acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; at the
+// rows' start it is overwritten. `count` is a multiple of W. kFetch: fetch as many elements from `ahead` into the cache.
 template <int kRows, int kBatch, bool kFetch, class T>
 inline void dot_block(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
                       int64_t batch, Vec::F* acc) {
@@ -35,7 +35,7 @@ inline void dot_block(const T* const* rows, const T* const* ahead, const float* 
         row[r] = rows[r] + at;
         next[r] = ahead[r];
 #pragma GCC unroll 8
-        for (int b = 0; b < kBatch; ++b) sums[r][b] = acc[r * batch + b];
+        for (int b = 0; b < kBatch; ++b) sums[r][b] = at ? acc[r * batch + b] : Vec::zero();
     }
     const float* input = x + at * batch;
     const auto step = [&](int64_t i) {
@@ -120,56 +120,65 @@ inline void dot_rest(const T* const* rows, const float* x, int64_t at, int64_t c
     }
 }
 
-// Rows whose sums lie between blocks in the L1 cache, whole tiles of them. Many sequences' inputs come from the
-// L2 cache, for many rows at a time.
+// Rows whose sums lie between blocks in the L1 cache, whole tiles of them: many if the inputs come from the L2
+// cache, because there are many sequences, or if rows are short.
 constexpr int64_t kGroupRows = 16;
+constexpr int64_t kLeadBytes = 4096;
 
-inline int64_t group_rows(int64_t batch) { return batch > 4 ? kGroupRows : kRowTile; }
+inline int64_t group_rows(int64_t k, int64_t batch) { return batch > 4 || k <= kBlock ? kGroupRows : kRowTile; }
 
-// A group of rows, padded to whole tiles by repeating the last, and the first tile of the next group.
+// A group of rows, padded to whole tiles by repeating the last, and rows to come, padded with these.
 template <class T>
 struct Group {
     const T* rows[kGroupRows];
-    const T* next[kRowTile];
+    const T* next[kGroupRows];
     int64_t count;  // without padding
 
-    // Rows row(first), row(first + 1), ... of those up to `last`.
+    // Rows row(first), row(first + 1), ... of those up to `last`, and those `lead` rows further on.
     template <class Row>
-    void fill(int64_t first, int64_t last, int64_t most, Row row) {
+    void fill(int64_t first, int64_t last, int64_t most, int64_t lead, Row row) {
         count = first + most < last ? most : last - first;
         for (int64_t i = 0; i < count; ++i) rows[i] = row(first + i);
         for (int64_t i = count; i % kRowTile; ++i) rows[i] = rows[count - 1];
-        for (int64_t i = 0; i < kRowTile; ++i) next[i] = first + most + i < last ? row(first + most + i) : rows[0];
+        for (int64_t i = 0; i < count; ++i) next[i] = first + lead + i < last ? row(first + lead + i) : rows[i];
+        for (int64_t i = count; i % kRowTile; ++i) next[i] = rows[i];
+    }
+};
+
+// How a row of k elements is cut: whole vectors, in even blocks. Worked out once for many rows.
+template <class T>
+struct Blocks {
+    int64_t k, whole, step;
+
+    Blocks(int64_t k, int64_t batch) : k(k), whole(k / W * W) {
+        constexpr int64_t kLine = 64 / sizeof(T);
+        const int64_t most = batch > 4 ? kBlock / 2 : kBlock;
+        const int64_t count = (whole + most - 1) / most;
+        step = count > 1 ? ((whole + count - 1) / count + kLine - 1) / kLine * kLine : whole;
     }
 };
 
 // sums[r * batch + b] = rows[r] . x[b] for a group. used[r / kRowTile * batch + b] says which sequences use a
 // tile (null: all); the others' sums may be anything. `next` is what is computed after this.
 template <class T>
-inline void group_dots(const T* const* rows, int64_t count, const T* const* next, const float* x, int64_t k,
-                       int64_t batch, const bool* used, float* sums) {
-    constexpr int64_t kLine = 64 / sizeof(T);
+inline void group_dots(const T* const* rows, int64_t count, const T* const* next, const float* x,
+                       const Blocks<T>& blocks, int64_t batch, const bool* used, float* sums) {
     Vec::F acc[kGroupRows * kMaxBatch];
     const int64_t padded = (count + kRowTile - 1) / kRowTile * kRowTile;
-    for (int64_t j = 0; j < padded * batch; ++j) acc[j] = Vec::zero();
-    const int64_t whole = k / W * W;
-    const int64_t block = batch > 4 ? kBlock / 2 : kBlock;
-    const int64_t blocks = (whole + block - 1) / block;
-    const int64_t step = blocks > 1 ? ((whole + blocks - 1) / blocks + kLine - 1) / kLine * kLine : whole;
+    const int64_t whole = blocks.whole, step = blocks.step;
+    for (int64_t j = 0; !whole && j < padded * batch; ++j) acc[j] = Vec::zero();
     for (int64_t at = 0; at < whole; at += step) {
         const int64_t left = whole - at;
         for (int64_t r = 0; r < padded; r += kRowTile) {
             const T* ahead[kRowTile];
             for (int i = 0; i < kRowTile; ++i)
-                ahead[i] = r + kRowTile < padded ? rows[r + kRowTile + i] + at
-                           : left > step         ? rows[i] + at + step
-                                                 : next[i];
+                ahead[i] = left > step ? rows[r + i] + at + step : next[r + i];
             dot_batch(rows + r, ahead, x, at, left < step ? left : step, batch,
                       used ? used + r / kRowTile * batch : nullptr, acc + r * batch);
         }
     }
-    for (int64_t r = 0; whole < k && r < padded; r += kRowTile)
-        dot_rest(rows + r, x, whole, k - whole, batch, acc + r * batch);
+    for (int64_t r = 0; whole < blocks.k && r < padded; r += kRowTile)
+        dot_rest(rows + r, x, whole, blocks.k - whole, batch, acc + r * batch);
     for (int64_t j = 0; j < padded * batch; j += 4) Vec::sum4(acc + j, sums + j);
 }
 
@@ -179,10 +188,14 @@ inline void for_each_row(const T* w, int64_t stride_bytes, const float* x, int64
                          int64_t last, Each each) {
     float sums[kGroupRows * kMaxBatch];
     Group<T> group;
-    const int64_t most = group_rows(batch);
+    const Blocks<T> blocks(k, batch);
+    const int64_t most = group_rows(k, batch);
+    // Short rows are fetched earlier.
+    const int64_t group_bytes = most * stride_bytes + 1;
+    const int64_t lead = group_bytes < kLeadBytes ? kLeadBytes / group_bytes * most : most;
     for (int64_t r = first; r < last; r += most) {
-        group.fill(r, last, most, [&](int64_t row) { return at_byte(w, row * stride_bytes); });
-        group_dots(group.rows, group.count, group.next, x, k, batch, nullptr, sums);
+        group.fill(r, last, most, lead, [&](int64_t row) { return at_byte(w, row * stride_bytes); });
+        group_dots(group.rows, group.count, group.next, x, blocks, batch, nullptr, sums);
         for (int64_t i = 0; i < group.count; ++i) each(r + i, sums + i * batch);
     }
 }

@@ -56,17 +56,18 @@ void ffn_dots_rows(const DotsArgs& a, int64_t first, int64_t last) {
     float ups[kGroupRows * kMaxBatch] = {}, gates[kGroupRows * kMaxBatch] = {};
     bool used[kGroupRows / kRowTile * kMaxBatch];
     Group<T> up, gate;
-    const int64_t most = group_rows(a.batch);
+    const Blocks<T> blocks(a.d, a.batch);
+    const int64_t most = group_rows(a.d, a.batch);
     const auto row = [&](int64_t listed) {
         return at_byte(reinterpret_cast<const T*>(a.rows), listed_row(a, listed) * a.stride_bytes);
     };
     for (int64_t at = first; at < last; at += most) {
-        up.fill(at, last, most, row);
-        if (a.gated) gate.fill(at, last, most, [&](int64_t listed) { return row(listed) + a.d; });
+        up.fill(at, last, most, most, row);
+        if (a.gated) gate.fill(at, last, most, most, [&](int64_t listed) { return row(listed) + a.d; });
         if (!a.mask || find_used(a, at, up.count, used)) {
             const bool* wanted = a.mask ? used : nullptr;
-            group_dots(up.rows, up.count, a.gated ? gate.rows : up.next, a.x, a.d, a.batch, wanted, ups);
-            if (a.gated) group_dots(gate.rows, up.count, up.next, a.x, a.d, a.batch, wanted, gates);
+            group_dots(up.rows, up.count, a.gated ? gate.rows : up.next, a.x, blocks, a.batch, wanted, ups);
+            if (a.gated) group_dots(gate.rows, up.count, up.next, a.x, blocks, a.batch, wanted, gates);
         }
         for (int64_t i = 0; i < up.count; ++i) finish_row(a, at + i, ups + i * a.batch, gates + i * a.batch);
     }
