@@ -1,6 +1,5 @@
 // The FFN of a prompt's tokens, more than ffn_dots and ffn_down take together.
 #include "panels.hpp"
-#include "pool.hpp"
 #include "verbs.hpp"
 
 namespace flashd {
@@ -29,34 +28,29 @@ int64_t used_columns(const DownArgs& args, uint8_t* flags, int64_t* columns) {
 
 void ffn_dots_prompt(const DotsArgs& args) {
     const PanelVerbs& verbs = level().panels;
-    const int workers = thread_count();
     const int64_t most = args.gated ? kPanelOutputs / 2 : kPanelOutputs;
-    PanelPlan plan = panel_plan(verbs, args.batch, args.d, args.count, most, workers);
-    const int64_t share = panel_scratch(verbs.width * verbs.vectors);
-    const Scratch scratch(workers * share), packed(packed_floats(plan));
-    panel_pack(verbs, {args.x, nullptr, args.d, packed.data()}, plan, workers);
-    const auto items = [&](int64_t first, int64_t last, int worker) {
-        verbs.dots(args, plan, first, last, scratch.data() + worker * share);
-    };
-    parallel_for(items, plan.items, 1, workers);
+    const Product product{args.x, nullptr, args.d, args.batch, args.d, args.count, most};
+    run_product(verbs, product, [&](int64_t t, const PanelPlan& plan, int64_t first, int64_t last, float* scratch) {
+        DotsArgs slice = args;
+        slice.out += t * args.columns;
+        if (args.mask) slice.mask += t * args.columns;
+        verbs.dots(slice, plan, first, last, scratch);
+    });
 }
 
 void ffn_down_prompt(const DownArgs& args) {
     const PanelVerbs& verbs = level().panels;
-    const int workers = thread_count();
     const auto size = static_cast<size_t>(args.count) + 1;
     const std::unique_ptr<uint8_t[]> flags(new uint8_t[size]);
     const std::unique_ptr<int64_t[]> columns(new int64_t[size]), rows(new int64_t[size]);
     const int64_t steps = used_columns(args, flags.get(), columns.get());
     for (int64_t i = 0; i < steps; ++i) rows[i] = args.index ? args.index[columns[i]] : columns[i];
-    PanelPlan plan = panel_plan(verbs, args.batch, steps, args.d, kPanelOutputs, workers);
-    const int64_t share = panel_scratch(verbs.width * verbs.vectors);
-    const Scratch scratch(workers * share), packed(packed_floats(plan));
-    panel_pack(verbs, {args.h, columns.get(), args.count, packed.data()}, plan, workers);
-    const auto items = [&](int64_t first, int64_t last, int worker) {
-        verbs.down(args, rows.get(), plan, first, last, scratch.data() + worker * share);
-    };
-    parallel_for(items, plan.items, 1, workers);
+    const Product product{args.h, columns.get(), args.count, args.batch, steps, args.d, kPanelOutputs};
+    run_product(verbs, product, [&](int64_t t, const PanelPlan& plan, int64_t first, int64_t last, float* scratch) {
+        DownArgs slice = args;
+        slice.acc += t * args.d;
+        verbs.down(slice, rows.get(), plan, first, last, scratch);
+    });
 }
 
 }  // namespace flashd

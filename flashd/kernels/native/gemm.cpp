@@ -1,6 +1,5 @@
 // The verb gemm.
 #include "panels.hpp"
-#include "pool.hpp"
 #include "verbs.hpp"
 
 namespace flashd {
@@ -19,15 +18,12 @@ void gemm(nb::handle w_, nb::handle x_, nb::handle out_, nb::handle bias_) {
                         bias.data<float>(), w.size(0), w.size(1),       x.size(0)};
     const nb::gil_scoped_release no_gil;
     const PanelVerbs& verbs = level().panels;
-    const int workers = thread_count();
-    PanelPlan plan = panel_plan(verbs, args.tokens, args.k, args.n, kPanelOutputs, workers);
-    const int64_t share = panel_scratch(verbs.width * verbs.vectors);
-    const Scratch scratch(workers * share), packed(packed_floats(plan));
-    panel_pack(verbs, {args.x, nullptr, args.k, packed.data()}, plan, workers);
-    const auto items = [&](int64_t first, int64_t last, int worker) {
-        verbs.gemm(args, plan, first, last, scratch.data() + worker * share);
-    };
-    parallel_for(items, plan.items, 1, workers);
+    const Product product{args.x, nullptr, args.k, args.tokens, args.k, args.n, kPanelOutputs};
+    run_product(verbs, product, [&](int64_t t, const PanelPlan& plan, int64_t first, int64_t last, float* scratch) {
+        GemmArgs slice = args;
+        slice.out += t * args.n;
+        verbs.gemm(slice, plan, first, last, scratch);
+    });
 }
 
 }  // namespace

@@ -1,7 +1,5 @@
 #include "panels.hpp"
 
-#include "pool.hpp"
-
 namespace flashd {
 namespace {
 
@@ -12,23 +10,23 @@ constexpr int64_t kPackSteps = 64;
 
 int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-}  // namespace
+// Floats of tokens packed at a time.
+constexpr int64_t kPackedFloats = 4 << 20;
 
-PanelPlan panel_plan(const PanelVerbs& verbs, int64_t tokens, int64_t steps, int64_t outputs, int64_t most_outputs,
-                     int workers) {
+PanelPlan plan_of(const PanelVerbs& verbs, const Product& product, int64_t tokens, int workers) {
     PanelPlan plan{};
     plan.tokens = tokens;
-    plan.steps = steps;
-    plan.outputs = outputs;
+    plan.steps = product.steps;
+    plan.outputs = product.outputs;
     plan.width = verbs.width;
     plan.vectors = divide_up(tokens, verbs.width);
     plan.blocks = blocks_of(plan.vectors, verbs.vectors);
     // Many tokens share the weights that a thread converts, and many outputs the tokens that it reads: as long as
     // there is work for all.
     plan.item_blocks = plan.blocks < kPanelBlocks ? plan.blocks : kPanelBlocks;
-    plan.item_outputs = most_outputs;
+    plan.item_outputs = product.most_outputs;
     const auto count = [&] {
-        plan.output_items = divide_up(outputs, plan.item_outputs);
+        plan.output_items = divide_up(plan.outputs, plan.item_outputs);
         plan.items = plan.output_items * divide_up(plan.blocks, plan.item_blocks);
         return plan.items;
     };
@@ -38,12 +36,23 @@ PanelPlan panel_plan(const PanelVerbs& verbs, int64_t tokens, int64_t steps, int
     return plan;
 }
 
-int64_t packed_floats(const PanelPlan& plan) { return plan.vectors * plan.width * plan.steps; }
+}  // namespace
 
-void panel_pack(const PanelVerbs& verbs, const PackArgs& args, PanelPlan& plan, int workers) {
-    plan.packed = args.packed;
-    parallel_for([&](int64_t first, int64_t last, int) { verbs.pack(args, plan, first, last); }, plan.steps,
-                 kPackSteps, workers);
+int64_t slice_of(const PanelVerbs& verbs, const Product& product) {
+    const int64_t unit = kPanelBlocks * verbs.vectors * verbs.width;
+    const int64_t units = kPackedFloats / (unit * (product.steps > 0 ? product.steps : 1));
+    const int64_t slice = units > 1 ? units * unit : unit;
+    return slice < product.tokens ? slice : product.tokens;
+}
+
+PanelPlan pack_slice(const PanelVerbs& verbs, const Product& product, int64_t first, int64_t tokens, int workers,
+                     float* packed) {
+    PanelPlan plan = plan_of(verbs, product, tokens, workers);
+    plan.packed = packed;
+    const PackArgs args{product.x + first * product.columns, product.listed, product.columns, packed};
+    parallel_for([&](int64_t begin, int64_t end, int) { verbs.pack(args, plan, begin, end); }, plan.steps, kPackSteps,
+                 workers);
+    return plan;
 }
 
 }  // namespace flashd

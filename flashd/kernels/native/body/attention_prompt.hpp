@@ -105,7 +105,6 @@ struct Rows {
 // Scores of `keys` keys from position `at` on.
 template <class T>
 inline void score(const AttentionArgs& a, Queries& b, const Rows<T>& k, const Rows<T>& v, int64_t at, int64_t keys) {
-    __builtin_memset(b.scores, 0, static_cast<size_t>(keys * b.lanes) * sizeof(float));
     for (int64_t c = 0; c < a.width; c += kPanelSteps) {
         const int64_t steps = c + kPanelSteps < a.width ? kPanelSteps : a.width - c;
         for (int64_t start = 0; start < keys; start += kPanelOutputs) {
@@ -120,7 +119,7 @@ inline void score(const AttentionArgs& a, Queries& b, const Rows<T>& k, const Ro
                     v.fetch_rows(at + s, at + s + Vec::kPanelRows);
                 }
                 panel<ByOutput>(b.weights + (s - start) * kPanelSteps, stop - s, b.queries + c * b.lanes + skip * W,
-                                b.vectors - skip, steps, b.scores + s * b.lanes + skip * W, b.lanes);
+                                b.vectors - skip, steps, c == 0, b.scores + s * b.lanes + skip * W, b.lanes);
             }
         }
     }
@@ -229,7 +228,7 @@ inline void mix_block(const AttentionArgs& a, const Queries& b, const Rows<T>& v
             stop = limit < keys ? limit : keys;
             for (int64_t o = 0; o < width; o += Vec::kPanelRows)
                 panel<ByStep>(b.weights + s * kPanelOutputs + o, width - o, b.scores + s * b.lanes + first * W,
-                              b.vectors - first, stop - s, mixed + o * b.lanes + first * W, b.lanes);
+                              b.vectors - first, stop - s, false, mixed + o * b.lanes + first * W, b.lanes);
         }
     }
 }

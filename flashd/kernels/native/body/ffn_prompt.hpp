@@ -86,7 +86,7 @@ void down_item(const DownArgs& a, const int64_t* rows, const PanelPlan& p, const
         for (int64_t s = at; s < next; ++s)
             widen_row(neuron_row<T>(a, rows[s], part) + item.first, item.outputs,
                       item.weights + (s - at) * kPanelOutputs);
-        add_steps<ByStep>(p, item, item.outputs, at, next - at, [&](int64_t first, int64_t last) {
+        add_steps<ByStep>(p, item, item.outputs, at, next - at, false, [&](int64_t first, int64_t last) {
             // Each tile of outputs fetches its share of the next rows.
             for (int64_t s = next + (then - next) * first / item.outputs;
                  s < next + (then - next) * last / item.outputs; ++s)

@@ -11,15 +11,16 @@ struct ByStep {  // rows of weights are steps: sums of rows
     static constexpr int64_t kOutput = 1, kStep = kPanelOutputs;
 };
 
-// sums[o, lane] += weights(o, s) * tokens[s, lane] for a tile of outputs and vectors of lanes.
+// sums[o, lane] += weights(o, s) * tokens[s, lane] for a tile of outputs and vectors of lanes; fresh sums start at 0.
 // Never inlined: the caller's variables would take registers away from it.
 template <class Form, int kOutputs, int kVectors>
-__attribute__((noinline)) void panel_tile(const float* weights, const float* tokens, int64_t steps, float* sums, int64_t lanes) {
+__attribute__((noinline)) void panel_tile(const float* weights, const float* tokens, int64_t steps, bool fresh,
+                                          float* sums, int64_t lanes) {
     Vec::F acc[kOutputs][kVectors];
 #pragma GCC unroll 16
     for (int o = 0; o < kOutputs; ++o)
 #pragma GCC unroll 4
-        for (int v = 0; v < kVectors; ++v) acc[o][v] = Vec::load(sums + o * lanes + v * W);
+        for (int v = 0; v < kVectors; ++v) acc[o][v] = fresh ? Vec::zero() : Vec::load(sums + o * lanes + v * W);
     for (int64_t s = 0; s < steps; ++s) {
         Vec::F token[kVectors];
 #pragma GCC unroll 4
@@ -41,27 +42,27 @@ __attribute__((noinline)) void panel_tile(const float* weights, const float* tok
 
 // The same for up to Vec::kPanelRows outputs; may go on into up to three spare ones.
 template <class Form, int kVectors>
-inline void panel_outputs(const float* weights, int64_t outputs, const float* tokens, int64_t steps, float* sums,
-                          int64_t lanes) {
+inline void panel_outputs(const float* weights, int64_t outputs, const float* tokens, int64_t steps, bool fresh,
+                          float* sums, int64_t lanes) {
     if (outputs > 4)
-        panel_tile<Form, Vec::kPanelRows, kVectors>(weights, tokens, steps, sums, lanes);
+        panel_tile<Form, Vec::kPanelRows, kVectors>(weights, tokens, steps, fresh, sums, lanes);
     else if (outputs > 2)
-        panel_tile<Form, 4, kVectors>(weights, tokens, steps, sums, lanes);
+        panel_tile<Form, 4, kVectors>(weights, tokens, steps, fresh, sums, lanes);
     else
-        panel_tile<Form, 2, kVectors>(weights, tokens, steps, sums, lanes);
+        panel_tile<Form, 2, kVectors>(weights, tokens, steps, fresh, sums, lanes);
 }
 
 template <class Form>
 inline void panel(const float* weights, int64_t outputs, const float* tokens, int64_t vectors, int64_t steps,
-                  float* sums, int64_t lanes) {
+                  bool fresh, float* sums, int64_t lanes) {
     if (vectors == 1)
-        panel_outputs<Form, 1>(weights, outputs, tokens, steps, sums, lanes);
+        panel_outputs<Form, 1>(weights, outputs, tokens, steps, fresh, sums, lanes);
     else if (Vec::kPanelVectors == 2 || vectors == 2)
-        panel_outputs<Form, 2>(weights, outputs, tokens, steps, sums, lanes);
+        panel_outputs<Form, 2>(weights, outputs, tokens, steps, fresh, sums, lanes);
     else if (vectors == 3)
-        panel_outputs<Form, 3>(weights, outputs, tokens, steps, sums, lanes);
+        panel_outputs<Form, 3>(weights, outputs, tokens, steps, fresh, sums, lanes);
     else
-        panel_outputs<Form, 4>(weights, outputs, tokens, steps, sums, lanes);
+        panel_outputs<Form, 4>(weights, outputs, tokens, steps, fresh, sums, lanes);
 }
 
 template <class T>
@@ -207,7 +208,7 @@ struct Item {
 // the first block, fetch_for(first output, last output).
 template <class Form, class Fetch>
 inline void add_steps(const PanelPlan& p, const Item& item, int64_t outputs, int64_t at, int64_t steps,
-                      Fetch fetch_for) {
+                      bool fresh, Fetch fetch_for) {
     for (int64_t b = item.first_block; b < item.last_block; ++b) {
         const int64_t lanes = p.lanes(b);
         const float* tokens = p.packed + p.block_offset(b, p.steps) + at * lanes;
@@ -215,7 +216,8 @@ inline void add_steps(const PanelPlan& p, const Item& item, int64_t outputs, int
         for (int64_t o = 0; o < outputs; o += Vec::kPanelRows) {
             const int64_t count = o + Vec::kPanelRows < outputs ? Vec::kPanelRows : outputs - o;
             if (b == item.first_block) fetch_for(o, o + count);
-            panel<Form>(item.weights + o * Form::kOutput, count, tokens, lanes / W, steps, sums + o * lanes, lanes);
+            panel<Form>(item.weights + o * Form::kOutput, count, tokens, lanes / W, steps, fresh, sums + o * lanes,
+                        lanes);
         }
     }
 }
@@ -223,13 +225,11 @@ inline void add_steps(const PanelPlan& p, const Item& item, int64_t outputs, int
 // sums = rows . tokens, for all blocks of the item.
 template <class T>
 void panel_dots(const PanelPlan& p, const Item& item, const T* const* rows, int64_t outputs) {
-    for (int64_t b = item.first_block; b < item.last_block; ++b)
-        __builtin_memset(item.sums_of(p, b), 0, static_cast<size_t>(outputs * p.lanes(b)) * sizeof(float));
-    for (int64_t at = 0; at < p.steps; at += kPanelSteps) {
+    for (int64_t at = 0; at < p.steps || at == 0; at += kPanelSteps) {  // sums of no steps are 0
         const int64_t next = at + kPanelSteps < p.steps ? at + kPanelSteps : p.steps;
         const int64_t then = next + kPanelSteps < p.steps ? next + kPanelSteps : p.steps;
         for (int64_t o = 0; o < outputs; ++o) widen_row(rows[o] + at, next - at, item.weights + o * kPanelSteps);
-        add_steps<ByOutput>(p, item, outputs, at, next - at, [&](int64_t first, int64_t last) {
+        add_steps<ByOutput>(p, item, outputs, at, next - at, at == 0, [&](int64_t first, int64_t last) {
             for (int64_t o = first; o < last; ++o) fetch(rows[o] + next, then - next);
         });
     }
