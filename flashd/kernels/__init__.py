@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 from flashd.errors import ConfigError
+from flashd.kernels.check import MAX_THREADS
 from flashd.kernels.cpus import default_threads
 
 try:
@@ -49,6 +50,7 @@ except ModuleNotFoundError:
     NATIVE = False
 
 __all__ = [
+    "MAX_THREADS",
     "NATIVE",
     "attention",
     "available_simd",
@@ -65,7 +67,7 @@ __all__ = [
     "to_f32",
 ]
 
-set_threads(min(default_threads(), 256))
+set_threads(min(default_threads(), MAX_THREADS))
 if _level := os.environ.get("FLASHD_SIMD"):
     try:
         set_simd(_level)
