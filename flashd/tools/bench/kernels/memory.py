@@ -104,8 +104,8 @@ def arena_bytes(largest: int, quick: bool, l3: int | None, available: int) -> in
     needed = _stride(largest)
     if nbytes < needed:
         raise FlashdError(
-            f"{available >> 20} MiB of memory are available, expected at least {_SHARE * needed >> 20} MiB: free "
-            "some, or choose smaller cases with --dtype or --quick"
+            f"{available >> 20} MiB of memory are available, expected at least {_SHARE * needed >> 20} MiB; "
+            "free some, or choose smaller cases with --verb, --dtype or --quick"
         )
     return nbytes
 

@@ -60,9 +60,7 @@ class _Bench:
 
     def __post_init__(self) -> None:
         quick = self.options.quick
-        self.sample_s, self.settle_s = (
-            (_QUICK_SAMPLE_S, _QUICK_SETTLE_S) if quick else (_SAMPLE_S, _SETTLE_S)
-        )
+        self.sample_s, self.settle_s = (_QUICK_SAMPLE_S, _QUICK_SETTLE_S) if quick else (_SAMPLE_S, _SETTLE_S)
         self.read_bytes = min(catalog.read_bytes(quick), self.arena.memory.size)
         self.peak_shape = _QUICK_PEAK_SHAPE if quick else _PEAK_SHAPE
 
@@ -124,9 +122,7 @@ class _Bench:
         return [Subject([call], 0, [0.0], foreign=True) for call in calls]
 
 
-def bench_kernels(
-    options: KernelOptions, measuring: Progress = lambda done, total: None
-) -> KernelReport:
+def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, total: None) -> KernelReport:
     """Measure the verbs.
 
     Args:

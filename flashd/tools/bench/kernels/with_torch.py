@@ -67,7 +67,14 @@ class Torch:
         return lambda: linear(inputs, weights)
 
     def ffn(self, up: WeightArray, gate: WeightArray | None, down: WeightArray, x: F32Array) -> Call:
-        """An FFN of dense layers: ReLU, or with a gate SiLU. ``up``, ``gate`` ``[n, d]``, ``down`` ``[d, n]``."""
+        """An FFN of dense layers.
+
+        Args:
+            up: ``[n, d]``.
+            gate: ``[n, d]`` for SiLU of it times up; None for ReLU of up.
+            down: ``[d, n]``.
+            x: ``[T, d]``.
+        """
         functional = self._torch.nn.functional
         inputs, ups, downs = self.like(x, up), self.tensor(up), self.tensor(down)
         if gate is None:
