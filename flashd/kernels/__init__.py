@@ -18,7 +18,7 @@ try:
 
     NATIVE = True
 except ModuleNotFoundError:
-    import flashd.kernels.twin as _verbs  # type: ignore[no-redef] - the same verbs
+    import flashd.kernels.twin as _verbs  # type: ignore[no-redef]  # the same verbs
 
     NATIVE = False
 

@@ -23,10 +23,10 @@ constexpr Level make_level(const char* name, bool hardware_crc) {
     return Level{
         name,
         hardware_crc,
-        RowVerbs{gemv, ffn_dots, ffn_down},
+        RowVerbs{gemv, ffn_dots, ffn_down, predict_hidden, predict_scores, xor_words},
         PanelVerbs{},
-        AttentionVerbs{attention},
-        NormVerbs{},
+        AttentionVerbs{attend, combine},
+        NormVerbs{rmsnorm, layernorm, rope},
         ConvertVerbs{to_f32, from_f32},
     };
 }

@@ -62,7 +62,7 @@ def topk_union(scores: F32Array, k: int) -> tuple[I64Array, BoolArray]:
     Among equals the lower id wins; NaN counts as the highest.
 
     Args:
-        scores: ``[B, n]``, B in 1..16.
+        scores: ``[B, n]``, B at least 1.
         k: 1..n.
 
     Returns:
@@ -71,7 +71,7 @@ def topk_union(scores: F32Array, k: int) -> tuple[I64Array, BoolArray]:
     Raises:
         TypeError, ValueError: as ``check.array`` says; k out of range.
     """
-    check.array("topk_union", "scores", scores, check.F32, (check.BATCH, "n"))
+    check.array("topk_union", "scores", scores, check.F32, (check.TOKENS, "n"))
     n = scores.shape[1]
     check.within("topk_union", "k", k, 1, n)
     best = np.zeros(scores.shape, np.bool_)

@@ -6,20 +6,31 @@
 namespace flashd {
 
 struct AttentionArgs {
-    const float* q;  // [heads, width]
+    const float* q;  // [tokens, heads, width]
     const void* k;   // [kv_heads, capacity, width]
     const void* v;
     Type type;
-    int64_t heads, kv_heads, capacity, width, length;
+    int64_t tokens, heads, kv_heads, capacity, width, length;
     float scale;
-    float* out;  // [heads, width]
+    float* out;  // [tokens, heads, width]
 };
 
-// Query heads of one KV head that `attention` works on together; its scratch holds scores for so many.
-constexpr int64_t kMaxHeadsAtOnce = 8;
+// Positions that decoding works on at a time. Part of every result's bits: a softmax is put together from these.
+constexpr int64_t kAttentionChunk = 256;
+
+// What the chunks of the cache gave to every query row (a token's head), until they are put together.
+struct AttentionParts {
+    int64_t chunks;
+    float* values;  // [tokens, heads, chunks, width] values weighted by exp(score - top)
+    float* tops;    // [tokens, heads, chunks] the highest score
+    float* sums;    // [tokens, heads, chunks] the sum of the weights
+};
 
 struct AttentionVerbs {
-    void (*attend)(const AttentionArgs&, int64_t first_head, int64_t last_head, float* scores);
+    // Items are (KV head, chunk) pairs, the chunk running faster.
+    void (*attend)(const AttentionArgs&, const AttentionParts&, int64_t first_item, int64_t last_item);
+    // Rows are (token, head) pairs.
+    void (*combine)(const AttentionArgs&, const AttentionParts&, int64_t first_row, int64_t last_row);
 };
 
 }  // namespace flashd

@@ -41,10 +41,27 @@ struct DownArgs : RowArgs {  // count == columns of h
     float* acc;      // [batch, d]
 };
 
+struct PredictArgs {
+    const void* w1;  // [rank, d]
+    const void* w2;  // [n, rank]
+    Type type1, type2;
+    int64_t batch, d, rank, n;
+    const float* x;   // [batch, d]
+    const float* b1;  // [rank] or null
+    const float* b2;  // [n] or null
+    float threshold;
+    float* hidden;    // [batch, rank], scratch
+    float* scores;    // [batch, n] or null
+    uint8_t* active;  // [batch, n]
+};
+
 struct RowVerbs {
     void (*gemv)(const GemvArgs&, int64_t first_row, int64_t last_row);
     void (*ffn_dots)(const DotsArgs&, int64_t first_listed, int64_t last_listed);
     void (*ffn_down)(const DownArgs&, int64_t first_column, int64_t last_column);
+    void (*predict_hidden)(const PredictArgs&, int64_t first_row, int64_t last_row);
+    void (*predict_scores)(const PredictArgs&, int64_t first_row, int64_t last_row);
+    uint64_t (*xor_words)(const uint8_t* memory, int64_t first_word, int64_t last_word);
 };
 
 }  // namespace flashd

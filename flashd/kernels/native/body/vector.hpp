@@ -20,6 +20,46 @@ inline const T* at_byte(const T* from, int64_t bytes) {
     return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + bytes);
 }
 
+// Lanes as whole numbers. Unsigned, so that what overflows wraps; signed to shift or compare.
+using LaneU = uint32_t __attribute__((vector_size(sizeof(Vec::F))));
+using LaneI = int32_t __attribute__((vector_size(sizeof(Vec::F))));
+
+inline LaneU lane_bits(Vec::F value) { return reinterpret_cast<LaneU>(value); }
+inline Vec::F lane_floats(LaneU bits) { return reinterpret_cast<Vec::F>(bits); }
+
+// Per lane; `mask` is what a comparison gives.
+template <class Mask>
+inline Vec::F pick(Mask mask, Vec::F yes, Vec::F no) {
+    const LaneU bits = reinterpret_cast<LaneU>(mask);
+    return lane_floats((bits & lane_bits(yes)) | (~bits & lane_bits(no)));
+}
+
+// exp(x) within 2 ulp: exactly 0 from -inf to -87.5 (results below 1e-38: denormal weights would cost
+// much and change nothing), +inf above the largest float, NaN for NaN. Polynomial: Cephes, expf.
+inline Vec::F vexp(Vec::F x) {
+    const Vec::F low = Vec::set(-87.5f), high = Vec::set(89.0f);
+    Vec::F y = pick(x < low, low, x);
+    y = pick(y > high, high, y);
+    // x = n ln 2 + r. Adding 1.5 * 2^23 leaves the rounded n in the low bits; ln 2 is in two parts, of
+    // which n times the first is exact.
+    const Vec::F magic = Vec::set(12582912.0f);
+    const Vec::F shifted = Vec::fma(y, Vec::set(1.44269504088896341f), magic);
+    const Vec::F n = shifted - magic;
+    const Vec::F r = Vec::fma(n, Vec::set(2.12194440e-4f), Vec::fma(n, Vec::set(-0.693359375f), y));
+    Vec::F p = Vec::set(1.9875691500e-4f);
+    p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
+    p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
+    p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
+    p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
+    p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
+    p = Vec::fma(p, r * r, r) + Vec::set(1.0f);
+    // Times 2^n in two steps, because 2^128 is no float.
+    const LaneU power = lane_bits(shifted) - lane_bits(magic);
+    const LaneU half = reinterpret_cast<LaneU>(reinterpret_cast<LaneI>(power) >> 1);
+    p = p * lane_floats((half + 127u) << 23) * lane_floats((power - half + 127u) << 23);
+    return pick(x < low, Vec::zero(), p);
+}
+
 // One function for the three weight types.
 #define FLASHD_BY_TYPE(function, type, ...)                                  \
     do {                                                                     \
