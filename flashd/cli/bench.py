@@ -177,7 +177,8 @@ def bench_kernels(
         share_threads(threads)
     from flashd.tools.bench.kernels.run import bench_kernels as run
 
-    report = run(options, _Countdown())
+    times = f"{options.rounds} round{'s' * (options.rounds > 1)}"
+    report = run(options, _Countdown(lambda: note(f"measuring, {times}; leave the machine alone meanwhile")))
     for text in report.notes:
         note(text)
     if as_json:

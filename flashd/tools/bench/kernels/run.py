@@ -133,7 +133,7 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         ConfigError: no case is of the verbs, dtypes and batches that were asked for.
         FlashdError: too little memory.
     """
-    chosen = catalog.cases(options)
+    chosen = dict(enumerate(catalog.cases(options)))
     if not chosen:
         raise ConfigError(f"nothing to measure: no case of these verbs has {_asked(options)}")
     with ExitStack() as stack:
@@ -144,7 +144,7 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         if torch is not None:
             stack.enter_context(torch.inference())
         l3 = l3_bytes()
-        largest = max(case.nbytes for case in chosen)
+        largest = max(case.nbytes for case in chosen.values())
         arena = Arena(arena_bytes(largest, options.quick, l3, available_bytes()))
         bench = _Bench(options, arena, torch, [no_torch] if no_torch else [])
         bench.notes += _about(options, arena.memory.size, l3)
@@ -170,15 +170,16 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         )
 
 
-def _rows(bench: _Bench, chosen: Sequence[Case], measuring: Progress) -> list[KernelRow]:
+def _rows(bench: _Bench, chosen: dict[int, Case], measuring: Progress) -> list[KernelRow]:
     """Rows in the order of the cases, measured type by type: the arena is filled once for each."""
-    order = sorted(range(len(chosen)), key=lambda i: DTYPES.index(chosen[i].dtype))
+    order = sorted(chosen, key=lambda number: DTYPES.index(chosen[number].dtype))
     rows: dict[int, KernelRow] = {}
-    for done, i in enumerate(order):
+    for done, number in enumerate(order):
         measuring(done, len(order))
-        rows[i] = bench.measure(chosen[i])
+        # Its arrays go with it.
+        rows[number] = bench.measure(chosen.pop(number))
     measuring(len(order), len(order))
-    return [rows[i] for i in range(len(chosen))]
+    return [rows[number] for number in sorted(rows)]
 
 
 def _asked(options: KernelOptions) -> str:

@@ -81,7 +81,7 @@ class Torch:
             return lambda: functional.linear(functional.relu(functional.linear(inputs, ups)), downs)
         gates = self.tensor(gate)
 
-        def gated() -> torch.Tensor:
+        def gated() -> object:
             h = functional.silu(functional.linear(inputs, gates)) * functional.linear(inputs, ups)
             return functional.linear(h, downs)
 
