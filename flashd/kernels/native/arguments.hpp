@@ -15,14 +15,14 @@ namespace nb = nanobind;
 
 constexpr int64_t kAny = -1;
 constexpr int64_t kBatchAxis = -2;  // 1..16
-constexpr int64_t kTokenAxis = -3;  // at least 1
+constexpr int64_t kTokenAxis = -3;  // 1 or more
 
-// One axis: its length, or kAny, kBatchAxis or kTokenAxis with what messages show.
+// One axis: its length, or kAny, kBatchAxis or kTokenAxis, and what messages show.
 struct Axis {
     Axis(int64_t length) : length(length), label(nullptr) {}
     Axis(const char* label) : length(kAny), label(label) {}
     static Axis batch() { return Axis("1..16", kBatchAxis); }
-    static Axis tokens(const char* label) { return Axis(label, kTokenAxis); }
+    static Axis tokens() { return Axis("1..", kTokenAxis); }
 
     int64_t length;
     const char* label;

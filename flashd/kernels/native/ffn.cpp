@@ -10,6 +10,7 @@ namespace flashd {
 namespace {
 
 constexpr int64_t kMinDownColumns = 256;
+constexpr int64_t kFlagsChunk = 512;
 
 // flags[i] = whether any sequence's value of listed row i is not zero; NaN counts.
 void mark_fired(const DotsArgs& a, int64_t first, int64_t last, uint8_t* flags) {
@@ -24,6 +25,11 @@ void mark_fired(const DotsArgs& a, int64_t first, int64_t last, uint8_t* flags) 
 }
 
 void run_dots(const DotsArgs& args, uint8_t* flags) {
+    if (args.batch > kMaxBatch) {
+        ffn_dots_prompt(args);
+        const auto mark = [&](int64_t first, int64_t last, int) { mark_fired(args, first, last, flags); };
+        return parallel_for(mark, args.count, kFlagsChunk);
+    }
     const Level& at = level();
     const auto rows = [&](int64_t first, int64_t last, int) {
         at.rows.ffn_dots(args, first, last);
@@ -44,7 +50,7 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
         raise_value(std::string(verb) + ": threshold is " + number(threshold) +
                     ", expected a finite number of at least 0");
     args.threshold = static_cast<float>(threshold);
-    const Shape x_shape{Axis::batch(), d};
+    const Shape x_shape{Axis::tokens(), d};
     const Array x(verb, "x", x_, {Type::f32}, &x_shape);
     const Array slots = Array::optional(verb, "slots", slots_, {Type::i64}, {args.count});
     const Axis columns = slots_.is_none() ? Axis(args.count) : Axis("c");
@@ -83,6 +89,7 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
 }
 
 void run_down(const DownArgs& args) {
+    if (args.batch > kMaxBatch) return ffn_down_prompt(args);
     // Two chunks of columns a thread: wide pieces of rows, yet something left to share.
     const int workers = thread_count();
     const int64_t share = (args.d / (2 * workers) + 63) / 64 * 64;
@@ -97,7 +104,7 @@ void ffn_down(nb::handle rows_, const std::string& dtype, int64_t d, bool gated,
     DownArgs args{};
     const Array rows = neuron_rows(verb, rows_, dtype, d, gated, args);
     const Array index = row_index(verb, index_, args);
-    const Shape h_shape{Axis::batch(), args.count};
+    const Shape h_shape{Axis::tokens(), args.count};
     const Array h(verb, "h", h_, {Type::f32}, &h_shape);
     const Shape acc_shape{h.size(0), d};
     const Array acc(verb, "acc", acc_, {Type::f32}, &acc_shape, Access::write);

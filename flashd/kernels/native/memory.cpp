@@ -8,8 +8,6 @@
 namespace flashd {
 namespace {
 
-constexpr int64_t kReadChunkBytes = 256 << 10;
-
 uint64_t read_all(nb::handle memory_) {
     const Shape shape{"n"};
     const Array memory("read_all", "memory", memory_, {Type::u8}, &shape);
@@ -24,7 +22,7 @@ uint64_t read_all(nb::handle memory_) {
     const auto words = [&](int64_t first, int64_t last, int) {
         total.fetch_xor(at.rows.xor_words(bytes, first, last), std::memory_order_relaxed);
     };
-    parallel_for(words, n / 8, kReadChunkBytes / 8);
+    parallel_for(words, n / 8, kChunkBytes / 8);
     return total.load();
 }
 

@@ -103,7 +103,7 @@ void mark_highest(const float* scores, int64_t n, int64_t k, uint8_t* active) {
 }
 
 nb::tuple topk_union(nb::handle scores_, int64_t k) {
-    const Shape shape{Axis::tokens("B"), "n"};
+    const Shape shape{Axis::tokens(), "n"};
     const Array scores("topk_union", "scores", scores_, {Type::f32}, &shape);
     const int64_t batch = scores.size(0), n = scores.size(1);
     if (k < 1 || k > n)
