@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_nothing_is_read_again_before_everything_else_was() -> None:
         places = [i for i, other in enumerate(seen) if other == page]
         assert len(places) == times
         # What is left over at the end by a large piece may be skipped.
-        assert all(later - sooner >= 64 - 4 for sooner, later in zip(places, places[1:], strict=False))
+        assert all(later - sooner >= 64 - 4 for sooner, later in pairwise(places))
     assert arena.take(0, 3) == [0, 0, 0]
 
 
@@ -106,7 +107,7 @@ def test_a_sample_counts_what_was_timed() -> None:
     assert gb_per_s == pytest.approx(1e6 / seconds / 1e9)
 
 
-def test_threads_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_put_back() -> None:
     before = kernels.threads()
     report = bench_kernels(KernelOptions(verbs=("rope",), rounds=1, threads=1, quick=True, torch=False))
     assert report.threads == 1
@@ -118,7 +119,8 @@ def test_what_torch_cannot_do_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None
         raise RuntimeError("not implemented for 'Half'")
 
     monkeypatch.setattr(Torch, "linear", lambda *_: refused)
-    report = bench_kernels(KernelOptions(verbs=("gemv",), dtypes=("f16",), batches=(1,), rounds=1, quick=True))
+    options = KernelOptions(verbs=("gemv",), dtypes=("f16",), batches=(1,), rounds=1, quick=True)
+    report = bench_kernels(options)
     assert {row.torch_ratio for row in report.rows} == {None}
     assert any("torch, gemv f16, batch 1" in note and "not implemented" in note for note in report.notes)
 

@@ -135,7 +135,7 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
     """
     chosen = dict(enumerate(catalog.cases(options)))
     if not chosen:
-        raise ConfigError(f"nothing to measure: no case of these verbs has {_asked(options)}")
+        raise ConfigError(f"nothing to measure: no case of {_asked(options)}")
     with ExitStack() as stack:
         before = kernels.threads()
         stack.callback(kernels.set_threads, before)
@@ -183,10 +183,11 @@ def _rows(bench: _Bench, chosen: dict[int, Case], measuring: Progress) -> list[K
 
 
 def _asked(options: KernelOptions) -> str:
+    """``gemv has dtype u8 and batch 1``."""
     asked = [f"dtype {' or '.join(options.dtypes)}"] if options.dtypes else []
     if options.batches:
         asked.append(f"batch {' or '.join(map(str, options.batches))}")
-    return " and ".join(asked)
+    return f"{' or '.join(options.verbs or ('any verb',))} has {' and '.join(asked)}"
 
 
 def _find_torch(options: KernelOptions) -> tuple[Torch | None, str]:
