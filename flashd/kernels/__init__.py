@@ -22,10 +22,25 @@ except ModuleNotFoundError:
 
     NATIVE = False
 
-from flashd.kernels import twin as _twin
-
-for _name in _twin.__all__:
-    globals()[_name] = getattr(_verbs, _name, getattr(_twin, _name))
+attention = _verbs.attention
+available_simd = _verbs.available_simd
+crc32c = _verbs.crc32c
+ffn_dots = _verbs.ffn_dots
+ffn_down = _verbs.ffn_down
+from_f32 = _verbs.from_f32
+gemm = _verbs.gemm
+gemv = _verbs.gemv
+layernorm = _verbs.layernorm
+predict = _verbs.predict
+read_all = _verbs.read_all
+rmsnorm = _verbs.rmsnorm
+rope = _verbs.rope
+set_simd = _verbs.set_simd
+set_threads = _verbs.set_threads
+simd_level = _verbs.simd_level
+threads = _verbs.threads
+to_f32 = _verbs.to_f32
+topk_union = _verbs.topk_union
 
 set_threads(min(default_threads(), 256))
 if _level := os.environ.get("FLASHD_SIMD"):

@@ -113,7 +113,11 @@ def test_ffn_down(verbs: ModuleType, shape: Shape, listed: bool, seed: int) -> N
 @pytest.mark.parametrize("batch", [1, 40])
 @pytest.mark.parametrize("activation", reference.ACTIVATIONS)
 def test_activations_keep_their_tails(verbs: ModuleType, activation: str, batch: int) -> None:
-    """Relative to the value, however small it is; gelu_tanh's own formula cancels on the left."""
+    """Relative to the value, however small it is.
+
+    The normal distribution falls so steeply that a rounding of z changes gelu by z**2 roundings, and
+    gelu_tanh's own formula cancels on the left.
+    """
     z = np.concatenate([np.linspace(-12, 12, 961), [-1e30, -90, -30, 30, 90, 1e15]]).astype(np.float32)
     rows = np.stack([z, np.zeros_like(z)], axis=1).view(np.uint8)
     out = np.empty((batch, len(z)), np.float32)
@@ -121,6 +125,8 @@ def test_activations_keep_their_tails(verbs: ModuleType, activation: str, batch:
     with np.errstate(over="ignore"):
         expected = reference.activate(activation, z.astype(np.float64))
     error = 4e-6 * np.abs(expected) + 1e-37
+    if activation == "gelu":
+        error += 2e-7 * np.square(np.clip(z, -40, 0)) * np.abs(expected)
     if activation == "gelu_tanh":
         error += 1e-7 * np.abs(z)
     for row in out:
