@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -294,7 +295,7 @@ class Convert(Case):
     def start(self, memory: U8Array) -> None:
         """See ``Case``."""
         del memory
-        self._out: npt.NDArray[np.generic] = np.empty(self._elements, NUMPY_DTYPE[self._types[1]])
+        self._out: npt.NDArray[Any] = np.empty(self._elements, NUMPY_DTYPE[self._types[1]])
 
     def ours(self, memory: U8Array) -> Call:
         """See ``Case``."""
