@@ -13,6 +13,7 @@
 #include "body/ffn_prompt.hpp"
 #include "body/attention_prompt.hpp"
 
+#include "body/fold.hpp"
 #include "body/attention.hpp"
 #include "body/norms.hpp"
 #include "body/convert.hpp"

@@ -6,9 +6,8 @@
 // positions of the chunk, a row over its chunks.
 
 constexpr int64_t kRowBlock = 16;                // query rows at a time: their scores stay in the L1 cache
-constexpr int64_t kMixBlock = 16;                // positions whose values stay there for all rows
-constexpr int64_t kPositions = 4;                // of a tile of scores
-constexpr int64_t kTileRows = W > 8 ? W / 4 : 2;  // query rows of a tile: the accumulators fill the registers
+constexpr int64_t kSegment = 16;                 // positions that stay there for all rows of a block
+constexpr int64_t kTileRows = W > 8 ? W / 4 : 2;  // query rows of a tile: its accumulators fill the registers
 
 // The hardware follows a stream only after its first misses, and not across pages.
 constexpr int64_t kAheadBytes = 2048;
@@ -37,74 +36,19 @@ struct QueryBlock {
     float weights[kRowBlock * kAttentionChunk];
 };
 
-#if defined(__clang__)
-#define FLASHD_SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define FLASHD_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (typename Lanes<kLanes>::U{__VA_ARGS__}))
-#endif
-
-// Depends on a template parameter, so that only this level's width has to be valid.
-template <int64_t kLanes>
-struct Lanes {
-    typedef uint32_t U __attribute__((vector_size(kLanes * 4)));
-    typedef float F __attribute__((vector_size(kLanes * 4)));
+template <int64_t kCount>
+struct RowTile {
+    static constexpr int64_t kRows = kCount;
 };
 
-// Sums of kLanes / 4 vectors to 4 lanes each, one after the other: lane i of a vector plus lane i + kLanes / 2, and on.
-template <int64_t kLanes>
-inline typename Lanes<kLanes>::F fold_to_four(const typename Lanes<kLanes>::F* a) {
-    if constexpr (kLanes == 16) {
-        const auto x = FLASHD_SHUFFLE(a[0], a[1], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                       FLASHD_SHUFFLE(a[0], a[1], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        const auto y = FLASHD_SHUFFLE(a[2], a[3], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-                       FLASHD_SHUFFLE(a[2], a[3], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-        return FLASHD_SHUFFLE(x, y, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-               FLASHD_SHUFFLE(x, y, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    } else if constexpr (kLanes == 8) {
-        return FLASHD_SHUFFLE(a[0], a[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-               FLASHD_SHUFFLE(a[0], a[1], 4, 5, 6, 7, 12, 13, 14, 15);
-    } else {
-        static_assert(kLanes == 4, "vectors have 4, 8 or 16 lanes");
-        return a[0];
-    }
-}
-
-// Per group of 4 lanes: pairs[even] lanes plus pairs[odd] lanes of both.
-template <int64_t kLanes>
-inline typename Lanes<kLanes>::F fold_halves(typename Lanes<kLanes>::F a, typename Lanes<kLanes>::F b) {
-    if constexpr (kLanes == 16)
-        return FLASHD_SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-               FLASHD_SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    else if constexpr (kLanes == 8)
-        return FLASHD_SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + FLASHD_SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-    else
-        return FLASHD_SHUFFLE(a, b, 0, 1, 4, 5) + FLASHD_SHUFFLE(a, b, 2, 3, 6, 7);
-}
-
-template <int64_t kLanes>
-inline typename Lanes<kLanes>::F fold_pairs(typename Lanes<kLanes>::F a, typename Lanes<kLanes>::F b) {
-    if constexpr (kLanes == 16)
-        return FLASHD_SHUFFLE(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
-               FLASHD_SHUFFLE(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
-    else if constexpr (kLanes == 8)
-        return FLASHD_SHUFFLE(a, b, 0, 2, 8, 10, 4, 6, 12, 14) + FLASHD_SHUFFLE(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
-    else
-        return FLASHD_SHUFFLE(a, b, 0, 2, 4, 6) + FLASHD_SHUFFLE(a, b, 1, 3, 5, 7);
-}
-
-#undef FLASHD_SHUFFLE
-
-// Sums of 4 positions' accumulators for W / 4 rows: lane 4 * row + position.
-inline Vec::F fold_tile(const Vec::F (*acc)[W / 4]) {
-    using F = Lanes<W>::F;
-    F fours[kPositions];
-    for (int p = 0; p < kPositions; ++p) {
-        F rows[W / 4];
-        for (int r = 0; r < W / 4; ++r) rows[r] = reinterpret_cast<F>(acc[p][r]);
-        fours[p] = fold_to_four<W>(rows);
-    }
-    const F low = fold_halves<W>(fours[0], fours[1]), high = fold_halves<W>(fours[2], fours[3]);
-    return reinterpret_cast<Vec::F>(fold_pairs<W>(low, high));
+// Calls use(tile, first row) for tiles of up to kTileRows rows; a group of three is common enough for its own.
+template <class Use>
+inline void for_row_tiles(int64_t rows, Use use) {
+    int64_t r = 0;
+    for (; rows - r >= kTileRows && rows - r != 3; r += kTileRows) use(RowTile<kTileRows>{}, r);
+    if (rows - r == 3) use(RowTile<3>{}, r);
+    if (rows - r == 2) use(RowTile<2>{}, r);
+    if (rows - r == 1) use(RowTile<1>{}, r);
 }
 
 // Scores of kRows rows with 4 positions; rows of weights are kAttentionChunk apart.
@@ -150,24 +94,16 @@ inline void score_tile(const T* const* keys, const float* const* q, int64_t widt
     }
 }
 
-// Scores of a block's rows with the first `positions` of a chunk; those behind a row's count are not for use.
+// Scores of a block's rows with `count` positions; rows of `weights` are kAttentionChunk apart.
 template <class T>
-inline void score_block(const T* k, int64_t width, int64_t positions, float scale, const Stream& stream,
-                        QueryBlock& block) {
-    const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-    for (int64_t at = 0; at < positions; at += kPositions) {
+inline void score_segment(const T* k, int64_t width, int64_t count, float scale, const QueryBlock& block,
+                          float* weights) {
+    for (int64_t at = 0; at < count; at += kPositions) {
         const T* keys[kPositions];
-        for (int64_t p = 0; p < kPositions; ++p) keys[p] = k + (at + p < positions ? at + p : positions - 1) * width;
-        stream.prefetch(at * row_bytes, kPositions * row_bytes);
-        float* to = block.weights + at;
-        int64_t r = 0;
-        for (; r + kTileRows <= block.rows; r += kTileRows)
-            score_tile<kTileRows>(keys, block.q + r, width, scale, to + r * kAttentionChunk);
-        if (kTileRows > 2 && r + 2 <= block.rows) {
-            score_tile<2>(keys, block.q + r, width, scale, to + r * kAttentionChunk);
-            r += 2;
-        }
-        if (r < block.rows) score_tile<1>(keys, block.q + r, width, scale, to + r * kAttentionChunk);
+        for (int64_t p = 0; p < kPositions; ++p) keys[p] = k + (at + p < count ? at + p : count - 1) * width;
+        for_row_tiles(block.rows, [&](auto tile, int64_t r) {
+            score_tile<tile.kRows>(keys, block.q + r, width, scale, weights + r * kAttentionChunk + at);
+        });
     }
 }
 
@@ -238,27 +174,27 @@ inline void mix_rows(const T* v, int64_t width, int64_t positions, const float* 
     }
 }
 
+// Adds positions at..at + count of a chunk to a block's rows.
 template <class T>
-inline void mix_block(const T* v, int64_t width, int64_t positions, const Stream& stream, const QueryBlock& block) {
-    const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
-    for (int64_t at = 0; at < positions; at += kMixBlock) {
-        const int64_t stop = at + kMixBlock < positions ? at + kMixBlock : positions;
-        stream.prefetch(at * row_bytes, (stop - at) * row_bytes);
-        const T* from = v + at * width;
-        int64_t r = 0;
+inline void mix_segment(const T* v, int64_t width, int64_t at, int64_t count, const QueryBlock& block) {
+    const auto mix = [&](auto tile, int64_t r, int64_t positions) {
+        mix_rows<tile.kRows>(v, width, positions, block.weights + r * kAttentionChunk + at, block.values + r);
+    };
+    for_row_tiles(block.rows, [&](auto tile, int64_t r) {
         // Rows see ever more positions: the first of a tile decides.
-        for (; r + kTileRows <= block.rows; r += kTileRows)
-            if (block.count[r] >= stop)
-                mix_rows<kTileRows>(from, width, stop - at, block.weights + r * kAttentionChunk + at, block.values + r);
-            else
-                for (int64_t one = r; one < r + kTileRows; ++one) {
-                    const int64_t end = block.count[one] < stop ? block.count[one] : stop;
-                    mix_rows<1>(from, width, end - at, block.weights + one * kAttentionChunk + at, block.values + one);
-                }
-        for (; r < block.rows; ++r) {
-            const int64_t end = block.count[r] < stop ? block.count[r] : stop;
-            mix_rows<1>(from, width, end - at, block.weights + r * kAttentionChunk + at, block.values + r);
-        }
+        if (block.count[r] >= at + count) return mix(tile, r, count);
+        for (int64_t one = r; one < r + tile.kRows; ++one)
+            mix(RowTile<1>{}, one, block.count[one] < at + count ? block.count[one] - at : count);
+    });
+}
+
+// Calls use(first position, count) for the segments of a chunk.
+template <class Use>
+inline void for_segments(int64_t positions, int64_t row_bytes, const Stream& stream, Use use) {
+    for (int64_t at = 0; at < positions; at += kSegment) {
+        const int64_t count = at + kSegment < positions ? kSegment : positions - at;
+        stream.prefetch(at * row_bytes, count * row_bytes);
+        use(at, count);
     }
 }
 
@@ -286,6 +222,7 @@ void attend_chunks(const AttentionArgs& a, const AttentionParts& parts, int64_t 
     const auto offset_of = [&](int64_t item) {
         return (item / parts.chunks * a.capacity + item % parts.chunks * kAttentionChunk) * a.width;
     };
+    const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(T));
     QueryBlock block;
     for (int64_t item = first; item < last; ++item) {
         const int64_t kv_head = item / parts.chunks, chunk = item % parts.chunks;
@@ -294,18 +231,21 @@ void attend_chunks(const AttentionArgs& a, const AttentionParts& parts, int64_t 
         const T* k = static_cast<const T*>(a.k) + offset_of(item);
         const T* v = static_cast<const T*>(a.v) + offset_of(item);
         const T* next = item + 1 < last ? static_cast<const T*>(a.k) + offset_of(item + 1) : nullptr;
-        const int64_t bytes = positions * a.width * static_cast<int64_t>(sizeof(T));
-        const Stream keys{reinterpret_cast<const char*>(k), bytes, reinterpret_cast<const char*>(v)};
-        const Stream values{reinterpret_cast<const char*>(v), bytes, reinterpret_cast<const char*>(next)};
+        const Stream keys{reinterpret_cast<const char*>(k), positions * row_bytes, reinterpret_cast<const char*>(v)};
+        const Stream values{reinterpret_cast<const char*>(v), positions * row_bytes, reinterpret_cast<const char*>(next)};
         for (int64_t row = 0; row < rows;) {
             row = gather_rows(a, parts, kv_head, chunk, row, block);
-            score_block(k, a.width, positions, a.scale, keys, block);
+            for_segments(positions, row_bytes, keys, [&](int64_t at, int64_t count) {
+                score_segment(k + at * a.width, a.width, count, a.scale, block, block.weights + at);
+            });
             for (int64_t r = 0; r < block.rows; ++r) {
                 float* weights = block.weights + r * kAttentionChunk;
                 soften(weights, block.count[r], parts.tops + block.part[r], parts.sums + block.part[r]);
                 __builtin_memset(block.values[r], 0, static_cast<size_t>(a.width) * sizeof(float));
             }
-            mix_block(v, a.width, positions, values, block);
+            for_segments(positions, row_bytes, values, [&](int64_t at, int64_t count) {
+                mix_segment(v + at * a.width, a.width, at, count, block);
+            });
         }
     }
 }
