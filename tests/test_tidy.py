@@ -30,7 +30,7 @@ LINES = (
 LINE_OF = {room: number for number, rooms in enumerate(LINES) for room in rooms}
 # layout stands on the line of these siblings, and only disk and memory may import it there.
 NO_LAYOUT = ("kernels", "metrics")
-TORCH_ALLOWED = "flashd/tools/calibrate"
+TORCH_ALLOWED = ("flashd/tools/calibrate", "flashd/tools/bench/kernels/with_torch.py")
 
 REASON = r"\s+(#|-)\s*\w+"
 DIRECTIVE = re.compile(r"#\s*(type:\s*ignore|noqa|ruff:\s*noqa|mypy:\s*ignore)")
@@ -158,6 +158,7 @@ BAD = [
     ("flashd/server/a.py", "import flashd_client", "only cli uses flashd_client"),
     ("flashd/tools/a.py", "import torch.nn as nn", "without torch"),
     ("flashd/testing/a.py", "from torch import nn", "without torch"),
+    ("flashd/tools/bench/kernels/run.py", "import torch", "without torch"),
     ("clients/python/flashd_client/a.py", "from flashd import types", "nothing of flashd"),
     ("tests/a.py", "x = 1\n" * (MAX_FILE_LINES + 1), "401 lines"),
     ("flashd/kernels/native/a.cpp", "\n" * (MAX_FILE_LINES + 1), "401 lines"),
@@ -188,6 +189,7 @@ GOOD = [
     ("flashd/cli/a.py", "from flashd.server import app\nfrom flashd_client import Client"),
     ("flashd/testing/a.py", "from flashd.tools import verify\nfrom flashd.testing import bundles"),
     ("flashd/tools/calibrate/a.py", "import torch"),
+    ("flashd/tools/bench/kernels/with_torch.py", "import torch"),
     ("tests/a.py", "import torch\nfrom flashd.testing import bundles"),
     ("tests/a.py", LONG.removesuffix("    x = 1\n")),
     ("tests/a.py", "import os  # noqa: F401, E501  # a reason\nx = y  # type: ignore[name-defined]  # one"),

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
@@ -58,6 +60,14 @@ def _stderr_line(kind: str, message: object) -> None:
 def safe_text(text: str) -> str:
     """Text without control characters: what a model writes must not steer the terminal."""
     return _CONTROLS.sub("", text)
+
+
+def paragraph(text: str) -> None:
+    """Print a sentence on stdout, broken between words on a terminal."""
+    text = safe_text(" ".join(text.split()))
+    if sys.stdout.isatty():
+        text = textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
+    print(text)
 
 
 def human_bytes(n_bytes: int) -> str:

@@ -1,7 +1,7 @@
 """The math of the hot path: native verbs (``native/``) where they are installed, else NumPy twins.
 
 All arrays are C-contiguous NumPy arrays; weights are float32, float16, or uint16 holding
-bfloat16 bits; activations are float32. Contracts are written at the twins (``twin.py``). A result
+bfloat16 bits; activations are float32. Contracts are written at the twins (``twin/``). A result
 is bit-identical from run to run, for every number of threads and every batch size; it may differ in
 the last bits between SIMD levels.
 """
@@ -11,61 +11,39 @@ from __future__ import annotations
 import os
 
 from flashd.errors import ConfigError
-from flashd.kernels.cpus import default_threads
+from flashd.kernels.check import MAX_THREADS as MAX_THREADS
+from flashd.kernels.cpus import default_threads as default_threads
 
 try:
-    from flashd.kernels._native import (
-        attention,
-        available_simd,
-        crc32c,
-        ffn_dots,
-        ffn_down,
-        from_f32,
-        gemv,
-        set_simd,
-        set_threads,
-        simd_level,
-        threads,
-        to_f32,
-    )
+    import flashd.kernels._native as _verbs
 
     NATIVE = True
 except ModuleNotFoundError:
-    from flashd.kernels.twin import (
-        attention,
-        available_simd,
-        crc32c,
-        ffn_dots,
-        ffn_down,
-        from_f32,
-        gemv,
-        set_simd,
-        set_threads,
-        simd_level,
-        threads,
-        to_f32,
-    )
+    import flashd.kernels.twin as _verbs  # type: ignore[no-redef]  # the same verbs
 
     NATIVE = False
 
-__all__ = [
-    "NATIVE",
-    "attention",
-    "available_simd",
-    "crc32c",
-    "default_threads",
-    "ffn_dots",
-    "ffn_down",
-    "from_f32",
-    "gemv",
-    "set_simd",
-    "set_threads",
-    "simd_level",
-    "threads",
-    "to_f32",
-]
+attention = _verbs.attention
+available_simd = _verbs.available_simd
+crc32c = _verbs.crc32c
+ffn_dots = _verbs.ffn_dots
+ffn_down = _verbs.ffn_down
+from_f32 = _verbs.from_f32
+gemm = _verbs.gemm
+gemv = _verbs.gemv
+layernorm = _verbs.layernorm
+predict = _verbs.predict
+read_all = _verbs.read_all
+rmsnorm = _verbs.rmsnorm
+rope = _verbs.rope
+set_simd = _verbs.set_simd
+set_threads = _verbs.set_threads
+simd_level = _verbs.simd_level
+threads = _verbs.threads
+to_f32 = _verbs.to_f32
+topk_union = _verbs.topk_union
 
-set_threads(min(default_threads(), 256))
+set_threads(min(default_threads(), MAX_THREADS))
 if _level := os.environ.get("FLASHD_SIMD"):
     try:
         set_simd(_level)

@@ -1,7 +1,9 @@
-"""Argument checks of the kernel verbs; ``native/arguments.cpp`` raises the same errors."""
+"""Argument checks of the kernel verbs; the native verbs raise the same errors."""
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,9 @@ from flashd.types import NUMPY_DTYPE
 MAX_BATCH = 16
 MAX_THREADS = 256
 BATCH = f"1..{MAX_BATCH}"
+TOKENS = "1.."  # as many as a prompt has
+_MOST = {BATCH: MAX_BATCH, TOKENS: sys.maxsize}
+F32 = ("float32",)
 WEIGHT_DTYPES = ("float32", "float16", "uint16")
 ACTIVATIONS = ("relu", "relu2", "silu", "gelu", "gelu_tanh")
 
@@ -32,7 +37,7 @@ def array(
         name: the argument's name.
         value: what the caller passed.
         dtypes: NumPy names of the dtypes allowed.
-        shape: per axis its length, or a letter for "any", or ``BATCH``; None: any shape.
+        shape: per axis its length, or a letter for "any", ``BATCH`` or ``TOKENS``; None: any shape.
         writeable: whether the verb writes into it.
 
     Raises:
@@ -62,9 +67,23 @@ def _fits(got: tuple[int, ...], expected: tuple[int | str, ...]) -> bool:
         if isinstance(rule, int):
             if length != rule:
                 return False
-        elif rule == BATCH and not 1 <= length <= MAX_BATCH:
+        elif rule in _MOST and not 1 <= length <= _MOST[rule]:
             return False
     return True
+
+
+def optional(
+    verb: str,
+    name: str,
+    value: object,
+    dtypes: tuple[str, ...],
+    shape: tuple[int | str, ...],
+    *,
+    writeable: bool = False,
+) -> None:
+    """Like ``array``, and None is right too."""
+    if value is not None:
+        array(verb, name, value, dtypes, shape, writeable=writeable)
 
 
 def one_of(verb: str, name: str, value: str, known: tuple[str, ...]) -> None:
@@ -92,7 +111,58 @@ def neuron_rows(verb: str, rows: object, dtype: str, d: int, gated: bool) -> npt
     return checked
 
 
+def index(verb: str, value: object, n: int) -> int:
+    """Check a list of row numbers ``int64[m]`` and return m; None lists all ``n`` rows.
+
+    Raises:
+        TypeError, ValueError: as ``array`` says.
+        ValueError: a number outside 0..n-1.
+    """
+    if value is None:
+        return n
+    numbers = array(verb, "index", value, ("int64",), ("m",))
+    if (wrong := np.flatnonzero((numbers < 0) | (numbers >= n))).size:
+        at = wrong[0]
+        raise ValueError(f"{verb}: index is {numbers[at]} at {at}, expected 0..{n - 1}")
+    return len(numbers)
+
+
+def ascending(verb: str, name: str, numbers: npt.NDArray[np.int64], limit: int) -> None:
+    """``ValueError`` unless each lies in 0..limit-1 and above the one before."""
+    outside = (numbers < 0) | (numbers >= limit)
+    descends = np.zeros(len(numbers), np.bool_)
+    descends[1:] = numbers[1:] <= numbers[:-1]
+    if (wrong := np.flatnonzero(outside | descends)).size:
+        at = wrong[0]
+        expected = f"0..{limit - 1}" if outside[at] else f"more than {numbers[at - 1]}"
+        raise ValueError(f"{verb}: {name} is {numbers[at]} at {at}, expected {expected}")
+
+
+def threshold(verb: str, value: float) -> np.float32:
+    """The float32 below which activations count as 0; ``ValueError`` unless 0 <= value < infinity."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ValueError(f"{verb}: threshold is {float(value)!r}, expected a finite number of at least 0")
+    return _f32(value)
+
+
+def number(verb: str, name: str, value: float) -> np.float32:
+    """``value`` as float32; ``ValueError`` if it is NaN."""
+    if math.isnan(value):
+        raise ValueError(f"{verb}: {name} is nan, expected a number")
+    return _f32(value)
+
+
+def _f32(value: float) -> np.float32:
+    with np.errstate(over="ignore"):  # too large becomes infinite
+        return np.float32(value)
+
+
+def within(verb: str, name: str, value: int, least: int, most: int) -> None:
+    """``ValueError`` unless ``least <= value <= most``."""
+    if not least <= value <= most:
+        raise ValueError(f"{verb}: {name} is {value}, expected {least}..{most}")
+
+
 def thread_count(count: int) -> None:
     """``ValueError`` unless ``count`` is a number of threads the pool can have."""
-    if not 1 <= count <= MAX_THREADS:
-        raise ValueError(f"set_threads: n is {count}, expected 1..{MAX_THREADS}")
+    within("set_threads", "n", count, 1, MAX_THREADS)

@@ -137,3 +137,20 @@ def test_crc32c_of_many_rows(verbs: ModuleType) -> None:
     verbs.crc32c(rows, out)
     assert len(set(out.tolist())) == 200
     assert out[137] == reference.crc32c(rows[137].tobytes())
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(0, 200) | st.sampled_from([4095, 4096, 100_003]),
+    offset=st.integers(0, 8),
+    seed=st.integers(0, 2**32 - 1),
+    threads=st.integers(1, 3),
+)
+def test_read_all(verbs: ModuleType, n: int, offset: int, seed: int, threads: int) -> None:
+    """Wherever the bytes start: the words count from the first of them."""
+    memory = np.random.default_rng(seed).integers(0, 256, n + offset, np.uint8)[offset:]
+    verbs.set_threads(threads)
+    data, expected = memory.tobytes(), 0
+    for start in range(0, n, 8):
+        expected ^= int.from_bytes(data[start : start + 8], "little")
+    assert verbs.read_all(memory) == expected

@@ -8,213 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from kernels.error_cases import CASES as FIRST_CASES
+from kernels.error_cases import crooked, f32, frozen
+from kernels.error_cases_more import MORE_CASES
 
 from flashd import kernels
 from flashd.kernels import twin
 
-
-def f32(*shape: int) -> np.ndarray:
-    return np.zeros(shape, np.float32)
-
-
-def frozen(array: np.ndarray) -> np.ndarray:
-    array.flags.writeable = False
-    return array
-
-
-def crooked(*shape: int, dtype: str = "float32") -> np.ndarray:
-    """An array that starts one byte behind an aligned address."""
-    item_bytes = np.dtype(dtype).itemsize
-    raw = np.zeros(int(np.prod(shape)) * item_bytes + 1, np.uint8)
-    return raw[1:].view(dtype).reshape(shape)
-
-
-ROWS = np.zeros((3, 64), np.uint8)
-CASES: dict[str, tuple[type[Exception], str, Callable[[ModuleType], Any]]] = {
-    "no array": (
-        TypeError,
-        "gemv: w is list, expected a NumPy array",
-        lambda m: m.gemv([[1.0]], f32(1, 1), f32(1, 1)),
-    ),
-    "none": (TypeError, "gemv: x is NoneType", lambda m: m.gemv(f32(2, 3), None, f32(1, 2))),
-    "float64": (
-        TypeError,
-        "gemv: x has dtype float64, expected float32",
-        lambda m: m.gemv(f32(2, 3), np.zeros((1, 3)), f32(1, 2)),
-    ),
-    "weights": (
-        TypeError,
-        "gemv: w has dtype int8, expected float32 or float16 or uint16",
-        lambda m: m.gemv(np.zeros((2, 3), np.int8), f32(1, 3), f32(1, 2)),
-    ),
-    "byte order": (
-        TypeError,
-        "gemv: x has dtype >f4",
-        lambda m: m.gemv(f32(2, 3), np.zeros((1, 3), ">f4"), f32(1, 2)),
-    ),
-    "dates": (
-        TypeError,
-        "gemv: x has dtype datetime64[s]",
-        lambda m: m.gemv(f32(2, 3), np.zeros((1, 3), "M8[s]"), f32(1, 2)),
-    ),
-    "objects": (
-        TypeError,
-        "gemv: x has dtype object",
-        lambda m: m.gemv(f32(2, 3), np.zeros((1, 3), object), f32(1, 2)),
-    ),
-    "one axis": (
-        ValueError,
-        "gemv: w has shape (6,), expected (n, k)",
-        lambda m: m.gemv(f32(6), f32(1, 3), f32(1, 2)),
-    ),
-    "width": (
-        ValueError,
-        "gemv: x has shape (1, 4), expected (1..16, 3)",
-        lambda m: m.gemv(f32(2, 3), f32(1, 4), f32(1, 2)),
-    ),
-    "batch of 17": (
-        ValueError,
-        "gemv: x has shape (17, 3), expected (1..16, 3)",
-        lambda m: m.gemv(f32(2, 3), f32(17, 3), f32(17, 2)),
-    ),
-    "batch of 0": (
-        ValueError,
-        "gemv: x has shape (0, 3)",
-        lambda m: m.gemv(f32(2, 3), f32(0, 3), f32(0, 2)),
-    ),
-    "out": (
-        ValueError,
-        "gemv: out has shape (2, 1), expected (1, 2)",
-        lambda m: m.gemv(f32(2, 3), f32(1, 3), f32(2, 1)),
-    ),
-    "bias": (
-        ValueError,
-        "gemv: bias has shape (3,), expected (2,)",
-        lambda m: m.gemv(f32(2, 3), f32(1, 3), f32(1, 2), f32(3)),
-    ),
-    "strided": (
-        ValueError,
-        "gemv: w is not C-contiguous; pass numpy.ascontiguousarray(w)",
-        lambda m: m.gemv(f32(2, 6)[:, ::2], f32(1, 3), f32(1, 2)),
-    ),
-    "transposed": (
-        ValueError,
-        "gemv: w is not C-contiguous",
-        lambda m: m.gemv(f32(3, 2).T, f32(1, 3), f32(1, 2)),
-    ),
-    "unaligned": (
-        ValueError,
-        "gemv: x is not aligned to 4 bytes",
-        lambda m: m.gemv(f32(2, 3), crooked(1, 3), f32(1, 2)),
-    ),
-    "read-only": (
-        ValueError,
-        "gemv: out is read-only, expected a writeable array",
-        lambda m: m.gemv(f32(2, 3), f32(1, 3), frozen(f32(1, 2))),
-    ),
-    "dtype name": (
-        ValueError,
-        "ffn_dots: dtype is 'f8', expected f32 or f16 or bf16",
-        lambda m: m.ffn_dots(ROWS, "f8", 8, False, "relu", f32(1, 8), f32(1, 3)),
-    ),
-    "activation": (
-        ValueError,
-        "ffn_dots: activation is 'swish', expected relu or silu or gelu or gelu_tanh",
-        lambda m: m.ffn_dots(ROWS, "f32", 8, False, "swish", f32(1, 8), f32(1, 3)),
-    ),
-    "short rows": (
-        ValueError,
-        "ffn_dots: rows have a stride of 64 bytes, expected at least 96 and a multiple of 4",
-        lambda m: m.ffn_dots(ROWS, "f32", 8, True, "relu", f32(1, 8), f32(1, 3)),
-    ),
-    "odd stride": (
-        ValueError,
-        "ffn_down: rows have a stride of 63 bytes, expected at least 32 and a multiple of 2",
-        lambda m: m.ffn_down(np.zeros((3, 63), np.uint8), "f16", 8, False, f32(1, 3), f32(1, 8)),
-    ),
-    "huge d": (
-        ValueError,
-        "ffn_down: rows have a stride of 64 bytes, expected at least 55340232221128654848 ",
-        lambda m: m.ffn_down(ROWS, "f32", 2**62, True, f32(1, 3), f32(1, 8)),
-    ),
-    "d of 0": (
-        ValueError,
-        "ffn_down: d is 0, expected at least 1",
-        lambda m: m.ffn_down(ROWS, "f32", 0, False, f32(1, 3), f32(1, 8)),
-    ),
-    "unaligned rows": (
-        ValueError,
-        "ffn_down: rows is not aligned to 4 bytes",
-        lambda m: m.ffn_down(crooked(3, 64, dtype="uint8"), "f32", 8, False, f32(1, 3), f32(1, 8)),
-    ),
-    "h": (
-        ValueError,
-        "ffn_down: h has shape (1, 4), expected (1..16, 3)",
-        lambda m: m.ffn_down(ROWS, "f32", 8, False, f32(1, 4), f32(1, 8)),
-    ),
-    "acc": (
-        ValueError,
-        "ffn_down: acc has shape (2, 8), expected (1, 8)",
-        lambda m: m.ffn_down(ROWS, "f32", 8, False, f32(1, 3), f32(2, 8)),
-    ),
-    "gate bias": (
-        ValueError,
-        "ffn_dots: gate_bias is given, expected None for ungated rows",
-        lambda m: m.ffn_dots(ROWS, "f32", 8, False, "relu", f32(1, 8), f32(1, 3), None, f32(3)),
-    ),
-    "up bias": (
-        TypeError,
-        "ffn_dots: up_bias has dtype float16, expected float32",
-        lambda m: m.ffn_dots(ROWS, "f32", 8, False, "relu", f32(1, 8), f32(1, 3), np.zeros(3, np.float16)),
-    ),
-    "head groups": (
-        ValueError,
-        "attention: 5 query heads, expected a multiple of the 2 KV heads",
-        lambda m: m.attention(f32(5, 8), f32(2, 4, 8), f32(2, 4, 8), 4, 1.0, f32(5, 8)),
-    ),
-    "no KV head": (
-        ValueError,
-        "attention: 5 query heads, expected a multiple of the 0 KV heads",
-        lambda m: m.attention(f32(5, 8), f32(0, 4, 8), f32(0, 4, 8), 4, 1.0, f32(5, 8)),
-    ),
-    "length": (
-        ValueError,
-        "attention: length is 5, expected 1..4",
-        lambda m: m.attention(f32(2, 8), f32(2, 4, 8), f32(2, 4, 8), 5, 1.0, f32(2, 8)),
-    ),
-    "length of 0": (
-        ValueError,
-        "attention: length is 0, expected 1..4",
-        lambda m: m.attention(f32(2, 8), f32(2, 4, 8), f32(2, 4, 8), 0, 1.0, f32(2, 8)),
-    ),
-    "values": (
-        TypeError,
-        "attention: v has dtype float16, expected float32",
-        lambda m: m.attention(f32(2, 8), f32(2, 4, 8), np.zeros((2, 4, 8), np.float16), 4, 1.0, f32(2, 8)),
-    ),
-    "keys": (
-        ValueError,
-        "attention: k has shape (2, 4, 9), expected (n_kv, capacity, 8)",
-        lambda m: m.attention(f32(2, 8), f32(2, 4, 9), f32(2, 4, 9), 4, 1.0, f32(2, 8)),
-    ),
-    "sums": (
-        TypeError,
-        "crc32c: out has dtype int32, expected uint32",
-        lambda m: m.crc32c(ROWS, np.zeros(3, np.int32)),
-    ),
-    "to_f32": (
-        ValueError,
-        "to_f32: out has shape (3,), expected (2,)",
-        lambda m: m.to_f32(np.zeros(2, np.float16), f32(3)),
-    ),
-    "from_f32": (
-        TypeError,
-        "from_f32: src has dtype float16, expected float32",
-        lambda m: m.from_f32(np.zeros(2, np.float16), np.zeros(2, np.float16)),
-    ),
-    "threads": (ValueError, "set_threads: n is 0, expected 1..256", lambda m: m.set_threads(0)),
-    "many threads": (ValueError, "set_threads: n is 257, expected 1..256", lambda m: m.set_threads(257)),
-}
+CASES = FIRST_CASES | MORE_CASES
 MODULES = [pytest.param(twin, id="twin"), pytest.param(kernels, id="installed")]
 
 
@@ -244,12 +45,129 @@ def test_unknown_simd_level(module: ModuleType) -> None:
         module.set_simd("mmx")
 
 
+def valid(verb: str) -> dict[str, Any]:
+    """Arguments of a call that is right."""
+    rows, flags = np.zeros((3, 96), np.uint8), np.ones((2, 4), np.bool_)
+    half = np.zeros((2, 5, 8), np.float16)
+    ffn = {"rows": rows, "dtype": "f32", "d": 8, "gated": True}
+    calls: dict[str, dict[str, Any]] = {
+        "gemv": {"w": f32(4, 3), "x": f32(2, 3), "out": f32(2, 4), "bias": f32(4)},
+        "gemm": {"w": f32(4, 3), "x": f32(20, 3), "out": f32(20, 4), "bias": f32(4)},
+        "ffn_dots": ffn
+        | {"activation": "silu", "x": f32(2, 8), "out": f32(2, 4), "up_bias": f32(3), "gate_bias": f32(3)}
+        | {"index": np.arange(3), "slots": np.arange(1, 4), "mask": flags, "threshold": 0.1},
+        "ffn_down": ffn | {"h": f32(2, 3), "acc": f32(2, 8), "index": np.arange(3)},
+        "predict": {"w1": f32(4, 8), "w2": f32(6, 4), "x": f32(2, 8), "threshold": 0.5}
+        | {"b1": f32(4), "b2": f32(6), "scores": f32(2, 6)},
+        "topk_union": {"scores": f32(2, 6), "k": 2},
+        "attention": {"q": f32(2, 4, 8), "k": half, "v": half.copy(), "length": 5, "scale": 1.0}
+        | {"out": f32(2, 4, 8)},
+        "rope": {"x": f32(2, 3, 8), "cos": f32(2, 4), "sin": f32(2, 4)},
+        "rmsnorm": {"x": f32(2, 4), "weight": f32(4), "eps": 1e-5, "out": f32(2, 4)},
+        "layernorm": {"x": f32(2, 4), "weight": f32(4), "bias": f32(4), "eps": 1e-5, "out": f32(2, 4)},
+        "crc32c": {"rows": rows, "out": np.zeros(3, np.uint32)},
+        "to_f32": {"src": half, "out": f32(2, 5, 8)},
+        "from_f32": {"src": f32(2, 5, 8), "out": half},
+        "read_all": {"memory": np.zeros(33, np.uint8)},
+    }
+    return calls[verb]
+
+
+VERBS = sorted(set(twin.__all__) - {"available_simd", "set_simd", "set_threads", "simd_level", "threads"})
+# By verb and name; where no verb is given, of every verb.
+WRITTEN = {"out", "acc", "predict scores", "rope x"}
+OPTIONAL = {"bias", "up_bias", "gate_bias", "index", "mask", "b1", "b2", "predict scores"}
+
+
+def shifted(array: np.ndarray) -> np.ndarray:
+    copy = crooked(*array.shape, dtype=array.dtype.name)
+    copy[...] = array
+    return copy
+
+
+FAULTS: dict[str, Callable[[np.ndarray], Any]] = {
+    "a list": lambda array: array.tolist(),
+    "nothing": lambda array: None,
+    "a memoryview": lambda array: memoryview(array),
+    "complex": lambda array: array.astype(np.complex128),
+    "float64": lambda array: array.astype(np.float64),
+    "int16": lambda array: array.astype(np.int16),
+    "an object": lambda array: array.astype(object),
+    "structured": lambda array: np.zeros(array.shape, [("a", "f4")]),
+    "swapped bytes": lambda array: array.astype(array.dtype.newbyteorder()),
+    "strided": lambda array: np.repeat(array, 2, axis=-1)[..., ::2],
+    "reversed": lambda array: array[::-1],
+    "unaligned": shifted,
+    "an axis more": lambda array: array[None],
+    "a scalar": lambda array: array.reshape(-1)[:1].reshape(()),
+    "longer": lambda array: np.concatenate([array, array]),
+    "wider": lambda array: np.concatenate([array, array], axis=-1),
+    "read-only": lambda array: frozen(array.copy()),
+}
+ALWAYS_WRONG = {
+    "a list", "a memoryview", "complex", "float64", "int16", "an object", "structured", "strided", "reversed",
+    "an axis more",
+}  # fmt: skip
+
+
+def must_fail(verb: str, name: str, array: np.ndarray, fault: str) -> bool:
+    if fault == "nothing":
+        return not {name, f"{verb} {name}"} & OPTIONAL
+    if fault == "read-only":
+        return bool({name, f"{verb} {name}"} & WRITTEN)
+    if fault in ("swapped bytes", "unaligned"):
+        return array.itemsize > 1
+    return fault in ALWAYS_WRONG
+
+
+def outcome(module: ModuleType, verb: str, name: str, fault: str) -> tuple[str, str] | None:
+    """What the call raises when one argument has the fault; None if it goes through."""
+    arguments = valid(verb)
+    arguments[name] = FAULTS[fault](arguments[name])
+    before = {key: value.copy() for key, value in arguments.items() if isinstance(value, np.ndarray)}
+    try:
+        getattr(module, verb)(**arguments)
+    except (TypeError, ValueError) as error:
+        for key, value in before.items():  # nothing was written
+            np.testing.assert_array_equal(arguments[key], value)
+        return type(error).__name__, str(error)
+    return None
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_array_of_every_verb(verb: str, fault: str) -> None:
+    """Native and twin agree on it, and what is surely wrong is refused."""
+    for name, array in valid(verb).items():
+        if not isinstance(array, np.ndarray):
+            continue
+        said = outcome(twin, verb, name, fault)
+        assert said == outcome(kernels, verb, name, fault), name
+        assert said is None or said[1].startswith(f"{verb}: ")
+        if must_fail(verb, name, array, fault):
+            assert said is not None, name
+        elif fault == "read-only":
+            assert said is None, name  # inputs may be
+
+
 @pytest.mark.parametrize("module", MODULES)
-def test_arrays_are_released(module: ModuleType) -> None:
-    """A buffer that stays exported would forbid this resize."""
-    w, x, out = f32(2, 3), f32(1, 3), f32(1, 2)
-    module.gemv(w, x, out)
-    with pytest.raises(ValueError):
-        module.gemv(w, x, f32(9, 9))
-    for array in (w, x, out):
-        array.resize((4, 4), refcheck=False)
+@pytest.mark.parametrize("verb", VERBS)
+def test_names_of_arguments(verb: str, module: ModuleType) -> None:
+    """All can be given by name, and an unknown one is refused."""
+    getattr(module, verb)(**valid(verb))
+    with pytest.raises(TypeError):
+        getattr(module, verb)(**valid(verb), colour=1)
+
+
+@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("verb", VERBS)
+def test_arrays_are_released(verb: str, module: ModuleType) -> None:
+    """A buffer that stays exported would forbid this resize, whether the call went well or not."""
+    arguments = valid(verb)
+    arrays = [value for value in arguments.values() if isinstance(value, np.ndarray)]
+    getattr(module, verb)(**arguments)
+    for name in [name for name, value in arguments.items() if isinstance(value, np.ndarray)]:
+        with pytest.raises(TypeError):
+            getattr(module, verb)(**arguments | {name: "no array"})
+    for array in arrays:
+        array.resize((7, 7), refcheck=False)

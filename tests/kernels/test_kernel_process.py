@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 
 from flashd import kernels
+from flashd.kernels import twin
 
 PRELUDE = """
 import os, sys, threading, time
@@ -56,11 +59,18 @@ def test_the_native_module_is_built() -> None:
 
 
 def test_import_is_fast_and_starts_no_thread() -> None:
-    out = succeed(
-        "start = time.perf_counter()\nfrom flashd import kernels\nspent = time.perf_counter() - start\n"
-        "assert os_threads() == bare, os_threads()\nprint(spent)"
-    )
-    assert float(out) < 0.05 * 4  # 50 ms, and room for a busy machine
+    """CPU time, so that a busy machine does not count, and the best of some: files may be cold."""
+    spent = [
+        float(
+            succeed(
+                "start = time.process_time()\nfrom flashd import kernels\n"
+                "spent = time.process_time() - start\n"
+                "assert os_threads() == bare, os_threads()\nprint(spent)"
+            )
+        )
+        for _ in range(3)
+    ]
+    assert min(spent) < 0.05, spent
 
 
 def test_the_pool_starts_on_first_use_and_shrinks() -> None:
@@ -186,12 +196,23 @@ def test_environment_with_an_unknown_level() -> None:
 
 
 def test_the_stub_is_the_module() -> None:
-    """Names in ``_native.pyi``, the package and the twin agree."""
-    import ast
-
-    from flashd.kernels import twin
-
+    """``_native.pyi``, the twin and what the package exports agree, to every argument."""
     stub = ast.parse(Path(kernels.__file__).with_name("_native.pyi").read_text())
-    names = {node.name for node in stub.body if isinstance(node, ast.FunctionDef)}
-    assert names == set(kernels.__all__) - {"NATIVE", "default_threads"}
-    assert all(callable(getattr(kernels, name)) and callable(getattr(twin, name)) for name in names)
+    signatures = {node.name: node.args for node in stub.body if isinstance(node, ast.FunctionDef)}
+    assert sorted(signatures) == sorted(twin.__all__)
+    for name, arguments in signatures.items():
+        source = ast.parse(inspect.getsource(getattr(twin, name))).body[0]
+        assert isinstance(source, ast.FunctionDef)
+        for node in ast.walk(source.args):  # names of the same types
+            if isinstance(node, ast.Name) and node.id == "BoolArray":
+                node.id = "npt.NDArray[np.bool_]"
+        assert ast.unparse(source.args) == ast.unparse(arguments), name
+
+
+@pytest.mark.skipif(not kernels.NATIVE, reason="the twins are what is exported")
+def test_the_package_exports_the_native_verbs() -> None:
+    from flashd.kernels import _native
+
+    assert all(getattr(kernels, name) is getattr(_native, name) for name in twin.__all__)
+    public = {name for name, value in vars(_native).items() if not name.startswith("_") and callable(value)}
+    assert public == set(twin.__all__)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import flashd_command, flashd_env
 
-from flashd.cli.disk_report import curve_table, doctor_rows
+from flashd.cli.doctor_report import curve_table, doctor_rows
 from flashd.errors import ConfigError
 from flashd.testing.bundles import make_bundle
 from flashd.tools import host

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from flashd.cli.disk_report import doctor_rows
+from flashd.cli.doctor_report import doctor_rows
 from flashd.disk.curve import CurvePoint
 from flashd.errors import ConfigError
 from flashd.tools import host

@@ -19,7 +19,7 @@ constexpr TypeName kTypes[] = {{Type::f32, 'f', "float32"},
                                {Type::i64, 'l', "int64"},
                                {Type::boolean, '?', "bool"}};
 
-nb::handle g_ndarray;  // kept for the life of the process
+nb::handle g_ndarray, g_empty;  // kept for the life of the process
 
 bool is_array(nb::handle value) {
     const int answer = PyObject_IsInstance(value.ptr(), g_ndarray.ptr());
@@ -44,6 +44,7 @@ bool fits(const Py_buffer& buffer, const Shape& shape) {
         const int64_t length = buffer.shape[index++];
         if (axis.length >= 0 && length != axis.length) return false;
         if (axis.length == kBatchAxis && (length < 1 || length > kMaxBatch)) return false;
+        if (axis.length == kTokenAxis && length < 1) return false;
     }
     return true;
 }
@@ -52,7 +53,22 @@ bool fits(const Py_buffer& buffer, const Shape& shape) {
 
 }  // namespace
 
-void import_numpy() { g_ndarray = nb::object(nb::module_::import_("numpy").attr("ndarray")).release(); }
+void import_numpy() {
+    const nb::module_ numpy = nb::module_::import_("numpy");
+    g_ndarray = nb::object(numpy.attr("ndarray")).release();
+    g_empty = nb::object(numpy.attr("empty")).release();
+}
+
+nb::object new_array(Type type, std::initializer_list<int64_t> shape, void** data) {
+    nb::list lengths;
+    for (const int64_t length : shape) lengths.append(length);
+    const char* dtype = "";
+    for (const TypeName& entry : kTypes)
+        if (entry.type == type) dtype = entry.numpy;
+    nb::object fresh = nb::borrow(g_empty)(lengths, dtype);
+    *data = Array("numpy", "empty", fresh, {type}, nullptr, Access::write).data<void>();
+    return fresh;
+}
 
 std::string text(nb::handle value) { return nb::cast<std::string>(nb::str(value)); }
 
@@ -76,8 +92,9 @@ Array::Array(const char* verb, const char* name, nb::handle value, Types types, 
     }
 }
 
-Array Array::optional(const char* verb, const char* name, nb::handle value, Types types, const Shape& shape) {
-    return value.is_none() ? Array() : Array(verb, name, value, types, &shape);
+Array Array::optional(const char* verb, const char* name, nb::handle value, Types types, const Shape& shape,
+                      Access access) {
+    return value.is_none() ? Array() : Array(verb, name, value, types, &shape, access);
 }
 
 Array::~Array() { PyBuffer_Release(&buffer_); }
@@ -93,7 +110,9 @@ void Array::check(const char* verb, const char* name, nb::handle value, Types ty
     for (const Type type : types)
         for (const TypeName& entry : kTypes) {
             if (entry.type != type) continue;
-            if (format[0] == entry.format && format[1] == '\0') {
+            // int64 is C's long or its long long.
+            const char letter = type == Type::i64 && format[0] == 'q' ? 'l' : format[0];
+            if (letter == entry.format && format[1] == '\0') {
                 type_ = type;
                 known = true;
             }
@@ -156,6 +175,22 @@ int64_t item_bytes(Type type) {
     }
 }
 
+std::string number(double value) { return nb::cast<std::string>(nb::repr(nb::float_(value))); }
+
+void check_indices(const char* verb, const char* name, const int64_t* values, int64_t count, int64_t limit,
+                   bool ascending) {
+    bool good = true;
+    for (int64_t i = 0; i < count; ++i)
+        good &= (values[i] >= 0) & (values[i] < limit) & (!ascending || i == 0 || values[i] > values[i - 1]);
+    for (int64_t i = 0; !good && i < count; ++i) {
+        const std::string what = std::string(verb) + ": " + name + " is " + std::to_string(values[i]) + " at " +
+                                 std::to_string(i) + ", expected ";
+        if (values[i] < 0 || values[i] >= limit) raise_value(what + "0.." + std::to_string(limit - 1));
+        if (ascending && i > 0 && values[i] <= values[i - 1])
+            raise_value(what + "more than " + std::to_string(values[i - 1]));
+    }
+}
+
 Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, int64_t d, bool gated, RowArgs& args) {
     args.type = weight_type(verb, dtype);
     if (d < 1) raise_value(std::string(verb) + ": d is " + std::to_string(d) + ", expected at least 1");
@@ -178,6 +213,14 @@ Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, i
     args.stride_bytes = stride;
     args.d = d;
     args.gated = gated;
+    return checked;
+}
+
+Array row_index(const char* verb, nb::handle index, RowArgs& args) {
+    Array checked = Array::optional(verb, "index", index, {Type::i64}, {"m"});
+    args.index = checked.data<int64_t>();
+    args.count = index.is_none() ? args.n : checked.size(0);
+    if (!index.is_none()) check_indices(verb, "index", args.index, args.count, args.n, false);
     return checked;
 }
 

@@ -15,19 +15,20 @@ namespace nb = nanobind;
 
 constexpr int64_t kAny = -1;
 constexpr int64_t kBatchAxis = -2;  // 1..16
+constexpr int64_t kTokenAxis = -3;  // 1 or more
 
-// One axis: its length, or kAny or kBatchAxis with the letter that messages show.
+// One axis: its length, or kAny, kBatchAxis or kTokenAxis, and what messages show.
 struct Axis {
     Axis(int64_t length) : length(length), label(nullptr) {}
     Axis(const char* label) : length(kAny), label(label) {}
-    static Axis batch() {
-        Axis axis("1..16");
-        axis.length = kBatchAxis;
-        return axis;
-    }
+    static Axis batch() { return Axis("1..16", kBatchAxis); }
+    static Axis tokens() { return Axis("1..", kTokenAxis); }
 
     int64_t length;
     const char* label;
+
+private:
+    Axis(const char* label, int64_t length) : length(length), label(label) {}
 };
 
 using Shape = std::initializer_list<Axis>;
@@ -42,7 +43,8 @@ public:
     Array(const char* verb, const char* name, nb::handle value, Types types, const Shape* shape,
           Access access = Access::read);
     // Holds nothing when `value` is None: data() is null.
-    static Array optional(const char* verb, const char* name, nb::handle value, Types types, const Shape& shape);
+    static Array optional(const char* verb, const char* name, nb::handle value, Types types, const Shape& shape,
+                          Access access = Access::read);
     ~Array();
     Array(const Array&) = delete;
     Array& operator=(const Array&) = delete;
@@ -69,6 +71,9 @@ private:
 
 void import_numpy();  // once, before any Array
 
+// `numpy.empty(shape, type)`, and its memory in `data`.
+nb::object new_array(Type type, std::initializer_list<int64_t> shape, void** data);
+
 std::string text(nb::handle value);  // str(value)
 [[noreturn]] void raise_value(const std::string& message);
 
@@ -76,8 +81,16 @@ void one_of(const char* verb, const char* name, const std::string& value, std::i
 Type weight_type(const char* verb, const std::string& name);
 Activation activation_named(const char* verb, const std::string& name);
 int64_t item_bytes(Type type);
+std::string number(double value);  // as Python's repr(float) writes it
+
+// Raises ValueError unless all of values[0..count) lie in 0..limit-1; `ascending`: and each is above the one before.
+void check_indices(const char* verb, const char* name, const int64_t* values, int64_t count, int64_t limit,
+                   bool ascending);
 
 // `uint8[n, stride]` rows of `[up | gate | down]`; fills what RowArgs says of them.
 Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, int64_t d, bool gated, RowArgs& args);
+
+// `int64[count]` numbers of those rows, or None for all: fills `index` and `count` of `args`.
+Array row_index(const char* verb, nb::handle index, RowArgs& args);
 
 }  // namespace flashd

@@ -25,8 +25,8 @@ constexpr Level make_level(const char* name, bool hardware_crc) {
     return Level{
         name,
         hardware_crc,
-        RowVerbs{gemv, ffn_dots, ffn_down},
-        PanelVerbs{},
+        RowVerbs{gemv, ffn_dots, ffn_down, predict_hidden, predict_scores, xor_words},
+        PanelVerbs{W, Vec::kPanelVectors, panel_pack, gemm, panel_ffn_dots, panel_ffn_down, attention_prompt},
         AttentionVerbs{attend, combine},
         NormVerbs{rmsnorm, layernorm, rope},
         ConvertVerbs{to_f32, from_f32},

@@ -13,8 +13,8 @@ void set_thread_count(int count);  // starts nothing; the next parallel_for appl
 // A task works on [first, last); `worker` is in [0, workers), different for concurrent calls.
 using Task = void (*)(const void* context, int64_t first, int64_t last, int worker);
 
-// Run `task` over [0, count) in chunks that `workers` threads take as they become free. Chunks must be
-// independent. Runs on the calling thread alone when there is one chunk, or when another thread is
+// Run `task` over [0, count) in pieces that `workers` threads take as they become free: whole chunks,
+// several at once while there are many left. Chunks must be independent. Runs on the calling thread alone when there is one chunk, or when another thread is
 // using the pool. Call it without the GIL.
 void parallel_for(Task task, const void* context, int64_t count, int64_t chunk, int workers);
 

@@ -13,6 +13,8 @@ struct Vec {
     using F = __m256;
     static constexpr int64_t kWidth = 8;
     static constexpr int kBatchTile = 2;  // times 4 rows: 8 of 16 registers
+    static constexpr int kPanelRows = 6;
+    static constexpr int kPanelVectors = 2;
 
     static F zero() { return _mm256_setzero_ps(); }
     static F set(float value) { return _mm256_set1_ps(value); }

@@ -12,6 +12,8 @@ struct Vec {
     using F = __m512;
     static constexpr int64_t kWidth = 16;
     static constexpr int kBatchTile = 4;
+    static constexpr int kPanelRows = 6;
+    static constexpr int kPanelVectors = 4;
 
     static F zero() { return _mm512_setzero_ps(); }
     static F set(float value) { return _mm512_set1_ps(value); }

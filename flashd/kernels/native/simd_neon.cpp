@@ -12,6 +12,8 @@ struct Vec {
     using F = float32x4_t;
     static constexpr int64_t kWidth = 4;
     static constexpr int kBatchTile = 4;
+    static constexpr int kPanelRows = 6;
+    static constexpr int kPanelVectors = 4;
 
     static F zero() { return vdupq_n_f32(0.0f); }
     static F set(float value) { return vdupq_n_f32(value); }

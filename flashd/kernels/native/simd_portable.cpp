@@ -49,6 +49,8 @@ struct Vec {
     using F = Floats;
     static constexpr int64_t kWidth = 4;
     static constexpr int kBatchTile = 2;
+    static constexpr int kPanelRows = 6;
+    static constexpr int kPanelVectors = 2;
 
     static F zero() { return F{}; }
     static F set(float value) { return F{value, value, value, value}; }

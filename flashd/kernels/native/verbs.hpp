@@ -13,6 +13,12 @@ constexpr int64_t kChunkBytes = 32 << 10;
 const Level& level();                        // the SIMD level in use
 int64_t chunk_of(int64_t bytes_per_item);  // items of a chunk, at least 1
 
+// Prompts' parts of verbs whose arguments are checked: more than kMaxBatch tokens. Called without the GIL;
+// std::bad_alloc if there is no memory for their scratch.
+void ffn_dots_prompt(const DotsArgs& args);
+void ffn_down_prompt(const DownArgs& args);
+void attention_prompt(const AttentionArgs& args);
+
 void bind_level(nb::module_& module);
 void bind_gemv(nb::module_& module);
 void bind_gemm(nb::module_& module);

@@ -1,4 +1,4 @@
-// Attention of few queries over a KV cache.
+// Attention over a KV cache.
 #pragma once
 
 #include "types.hpp"

@@ -15,30 +15,53 @@ struct GemvArgs {
 };
 
 struct RowArgs {
-    const uint8_t* rows;  // n rows of [up | gate | down], stride_bytes apart
+    const uint8_t* rows;   // [n] rows of [up | gate | down], stride_bytes apart
     Type type;
     int64_t n, stride_bytes, d;
     bool gated;
-    int64_t batch;
+    int64_t batch;         // sequences, or tokens of a prompt
+    const int64_t* index;  // [count] row numbers, or null: row j is j
+    int64_t count;         // rows listed
 };
 
 struct DotsArgs : RowArgs {
     Activation activation;
+    float threshold;
     const float* x;          // [batch, d]
-    float* out;              // [batch, n]
+    float* out;              // [batch, columns]
+    const int64_t* slots;    // [count] columns of out, or null: column i is i
+    const bool* mask;        // [batch, columns] or null
+    int64_t columns;
     const float* up_bias;    // [n] or null
     const float* gate_bias;  // [n] or null
 };
 
-struct DownArgs : RowArgs {
-    const float* h;  // [batch, n]
+struct DownArgs : RowArgs {  // count == columns of h
+    const float* h;  // [batch, count]
     float* acc;      // [batch, d]
+};
+
+struct PredictArgs {
+    const void* w1;  // [rank, d]
+    const void* w2;  // [n, rank]
+    Type type1, type2;
+    int64_t batch, d, rank, n;
+    const float* x;   // [batch, d]
+    const float* b1;  // [rank] or null
+    const float* b2;  // [n] or null
+    float threshold;
+    float* hidden;    // [batch, rank], scratch
+    float* scores;    // [batch, n] or null
+    uint8_t* active;  // [batch, n]
 };
 
 struct RowVerbs {
     void (*gemv)(const GemvArgs&, int64_t first_row, int64_t last_row);
-    void (*ffn_dots)(const DotsArgs&, int64_t first_row, int64_t last_row);
+    void (*ffn_dots)(const DotsArgs&, int64_t first_listed, int64_t last_listed);
     void (*ffn_down)(const DownArgs&, int64_t first_column, int64_t last_column);
+    void (*predict_hidden)(const PredictArgs&, int64_t first_row, int64_t last_row);
+    void (*predict_scores)(const PredictArgs&, int64_t first_row, int64_t last_row);
+    uint64_t (*xor_words)(const uint8_t* memory, int64_t first_word, int64_t last_word);
 };
 
 }  // namespace flashd

@@ -7,14 +7,17 @@
 
 constexpr int kRowTile = 4;
 
-// sums[r * kMaxBatch + b] = row r . x[b], rows `stride_bytes` apart, each read once.
+// sums[r * kMaxBatch + b] = rows[r] . x[b], each row read once.
 template <int kRows, int kBatch, class T>
-inline void dots(const T* w, int64_t stride_bytes, const float* x, int64_t k, float* sums) {
+inline void dots(const T* const* rows, const float* x, int64_t k, float* sums) {
     Vec::F acc[kRows][kBatch];
+    const T* row[kRows];
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r)
+    for (int r = 0; r < kRows; ++r) {
+        row[r] = rows[r];
 #pragma GCC unroll 4
         for (int b = 0; b < kBatch; ++b) acc[r][b] = Vec::zero();
+    }
     int64_t i = 0;
     for (; i + W <= k; i += W) {
         Vec::F input[kBatch];
@@ -22,7 +25,7 @@ inline void dots(const T* w, int64_t stride_bytes, const float* x, int64_t k, fl
         for (int b = 0; b < kBatch; ++b) input[b] = Vec::load(x + b * k + i);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-            const Vec::F weight = Vec::load(at_byte(w, r * stride_bytes) + i);
+            const Vec::F weight = Vec::load(row[r] + i);
 #pragma GCC unroll 4
             for (int b = 0; b < kBatch; ++b) acc[r][b] = Vec::fma(weight, input[b], acc[r][b]);
         }
@@ -30,7 +33,7 @@ inline void dots(const T* w, int64_t stride_bytes, const float* x, int64_t k, fl
     if (i < k) {
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) {
-            const Vec::F weight = load_part(at_byte(w, r * stride_bytes) + i, k - i);
+            const Vec::F weight = load_part(row[r] + i, k - i);
 #pragma GCC unroll 4
             for (int b = 0; b < kBatch; ++b)
                 acc[r][b] = Vec::fma(weight, load_part(x + b * k + i, k - i), acc[r][b]);
@@ -44,15 +47,15 @@ inline void dots(const T* w, int64_t stride_bytes, const float* x, int64_t k, fl
 
 // The same for any batch: the rows stay in the L1 cache between the tiles.
 template <int kRows, class T>
-inline void batch_dots(const T* w, int64_t stride_bytes, const float* x, int64_t k, int64_t batch, float* sums) {
+inline void batch_dots(const T* const* rows, const float* x, int64_t k, int64_t batch, float* sums) {
     int64_t b = 0;
     for (; b + Vec::kBatchTile <= batch; b += Vec::kBatchTile)
-        dots<kRows, Vec::kBatchTile>(w, stride_bytes, x + b * k, k, sums + b);
+        dots<kRows, Vec::kBatchTile>(rows, x + b * k, k, sums + b);
     if (Vec::kBatchTile > 2 && b + 2 <= batch) {
-        dots<kRows, 2>(w, stride_bytes, x + b * k, k, sums + b);
+        dots<kRows, 2>(rows, x + b * k, k, sums + b);
         b += 2;
     }
-    for (; b < batch; ++b) dots<kRows, 1>(w, stride_bytes, x + b * k, k, sums + b);
+    for (; b < batch; ++b) dots<kRows, 1>(rows, x + b * k, k, sums + b);
 }
 
 // Calls each(row, sums of that row) for rows [first, last), in order.
@@ -60,13 +63,16 @@ template <class T, class Each>
 inline void for_each_row(const T* w, int64_t stride_bytes, const float* x, int64_t k, int64_t batch, int64_t first,
                          int64_t last, Each each) {
     float sums[kRowTile * kMaxBatch];
+    const T* rows[kRowTile];
     int64_t r = first;
     for (; r + kRowTile <= last; r += kRowTile) {
-        batch_dots<kRowTile>(at_byte(w, r * stride_bytes), stride_bytes, x, k, batch, sums);
+        for (int i = 0; i < kRowTile; ++i) rows[i] = at_byte(w, (r + i) * stride_bytes);
+        batch_dots<kRowTile>(rows, x, k, batch, sums);
         for (int i = 0; i < kRowTile; ++i) each(r + i, sums + i * kMaxBatch);
     }
     for (; r < last; ++r) {
-        batch_dots<1>(at_byte(w, r * stride_bytes), stride_bytes, x, k, batch, sums);
+        rows[0] = at_byte(w, r * stride_bytes);
+        batch_dots<1>(rows, x, k, batch, sums);
         each(r, sums);
     }
 }

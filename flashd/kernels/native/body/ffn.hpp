@@ -15,30 +15,46 @@ inline float activate(Activation activation, float x) {
     }
 }
 
+// The hidden unit of one neuron from its dot products, biases added. NaN compares false and stays NaN.
+inline float hidden_unit(const DotsArgs& a, float up, float gate) {
+    const float value = activate(a.activation, a.gated ? gate : up);
+    const float kept = __builtin_fabsf(value) <= a.threshold ? 0.0f : value;
+    return a.gated ? kept * up : kept;
+}
+
+// One listed row's part of `out`, from its sums for every sequence.
+inline void finish_row(const DotsArgs& a, int64_t listed, const float* ups, const float* gates) {
+    const int64_t r = a.index ? a.index[listed] : listed;
+    const int64_t column = a.slots ? a.slots[listed] : listed;
+    for (int64_t b = 0; b < a.batch; ++b) {
+        const float up = a.up_bias ? ups[b] + a.up_bias[r] : ups[b];
+        const float gate = a.gate_bias ? gates[b] + a.gate_bias[r] : gates[b];
+        const int64_t at = b * a.columns + column;
+        a.out[at] = a.mask && !a.mask[at] ? 0.0f : hidden_unit(a, up, gate);
+    }
+}
+
+template <int kRows, class T>
+inline void dots_tile(const DotsArgs& a, int64_t first) {
+    float ups[kRows * kMaxBatch], gates[kRows * kMaxBatch];
+    const T* rows[kRows];
+    for (int i = 0; i < kRows; ++i) {
+        const int64_t r = a.index ? a.index[first + i] : first + i;
+        rows[i] = at_byte(reinterpret_cast<const T*>(a.rows), r * a.stride_bytes);
+    }
+    batch_dots<kRows>(rows, a.x, a.d, a.batch, ups);
+    if (a.gated) {
+        for (int i = 0; i < kRows; ++i) rows[i] += a.d;
+        batch_dots<kRows>(rows, a.x, a.d, a.batch, gates);
+    }
+    for (int i = 0; i < kRows; ++i) finish_row(a, first + i, ups + i * kMaxBatch, gates + i * kMaxBatch);
+}
+
 template <class T>
 void ffn_dots_rows(const DotsArgs& a, int64_t first, int64_t last) {
-    float ups[kRowTile * kMaxBatch], gates[kRowTile * kMaxBatch];
-    const auto finish = [&](int64_t r, const float* up, const float* gate) {
-        for (int64_t b = 0; b < a.batch; ++b) {
-            const float u = a.up_bias ? up[b] + a.up_bias[r] : up[b];
-            const float g = a.gate_bias ? gate[b] + a.gate_bias[r] : gate[b];
-            a.out[b * a.n + r] = a.gated ? activate(a.activation, g) * u : activate(a.activation, u);
-        }
-    };
-    const T* w = reinterpret_cast<const T*>(a.rows);
-    int64_t r = first;
-    for (; r + kRowTile <= last; r += kRowTile) {
-        const T* row = at_byte(w, r * a.stride_bytes);
-        batch_dots<kRowTile>(row, a.stride_bytes, a.x, a.d, a.batch, ups);
-        if (a.gated) batch_dots<kRowTile>(row + a.d, a.stride_bytes, a.x, a.d, a.batch, gates);
-        for (int i = 0; i < kRowTile; ++i) finish(r + i, ups + i * kMaxBatch, gates + i * kMaxBatch);
-    }
-    for (; r < last; ++r) {
-        const T* row = at_byte(w, r * a.stride_bytes);
-        batch_dots<1>(row, a.stride_bytes, a.x, a.d, a.batch, ups);
-        if (a.gated) batch_dots<1>(row + a.d, a.stride_bytes, a.x, a.d, a.batch, gates);
-        finish(r, ups, gates);
-    }
+    int64_t i = first;
+    for (; i + kRowTile <= last; i += kRowTile) dots_tile<kRowTile, T>(a, i);
+    for (; i < last; ++i) dots_tile<1, T>(a, i);
 }
 
 // acc += h[0] * rows[0], then += h[1] * rows[1], ...: sequential for every column from `at` on.
@@ -100,13 +116,13 @@ void down_columns(const DownArgs& a, int64_t first, int64_t last) {
     const int64_t tile = kSequences == 1 ? last - first : 512;
     const T* down = reinterpret_cast<const T*>(a.rows) + (a.gated ? 2 : 1) * a.d;
     Fired<T, kBlock> fired[kSequences];
-    for (int64_t start = 0; start < a.n; start += kBlock) {
-        const int64_t stop = start + kBlock < a.n ? start + kBlock : a.n;
+    for (int64_t start = 0; start < a.count; start += kBlock) {
+        const int64_t stop = start + kBlock < a.count ? start + kBlock : a.count;
         for (int64_t b = 0; b < a.batch; ++b) {
             int64_t count = 0;
-            for (int64_t r = start; r < stop; ++r) {
-                const float value = a.h[b * a.n + r];
-                fired[b].rows[count] = at_byte(down, r * a.stride_bytes);
+            for (int64_t j = start; j < stop; ++j) {
+                const float value = a.h[b * a.count + j];
+                fired[b].rows[count] = at_byte(down, (a.index ? a.index[j] : j) * a.stride_bytes);
                 fired[b].h[count] = value;
                 count += !(value == 0.0f);
             }

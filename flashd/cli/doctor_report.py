@@ -1,20 +1,15 @@
-"""What ``flashd doctor`` and ``flashd bench io`` found, for people."""
+"""What ``flashd doctor`` found, for people."""
 
 from __future__ import annotations
 
 import os
-import shutil
-import sys
-import textwrap
 import time
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from flashd.cli.render import human_bytes, safe_text, table
+from flashd.cli.render import human_bytes, paragraph, table
 
 if TYPE_CHECKING:
-    from flashd.tools.bench.report import IoReport, IoRow
     from flashd.tools.doctor_facts import Alignment, BundleFacts, Candidate, CurveFacts, DoctorReport
     from flashd.tools.host import LockedMemory, MemoryLimit, Mount
 
@@ -22,8 +17,6 @@ T = TypeVar("T")
 
 _UNKNOWN = "unknown: "
 _DAY_S = 86400.0
-# More than that on the event loop and other requests notice.
-_MAX_CALLBACK_CPU_MS = 5.0
 
 
 def print_doctor(report: DoctorReport) -> None:
@@ -35,17 +28,9 @@ def print_doctor(report: DoctorReport) -> None:
         print("GB/s of random reads: size downwards, reads in flight across")
     print()
     for warning in report.warnings:
-        _paragraph(f"warning: {warning}")
+        paragraph(f"warning: {warning}")
     if not report.warnings:
         print("nothing to improve here" if report.engine else "nothing to improve in what could be found out")
-
-
-def _paragraph(text: str) -> None:
-    """A sentence on stdout, broken between words on a terminal."""
-    text = safe_text(" ".join(text.split()))
-    if sys.stdout.isatty():
-        text = textwrap.fill(text, shutil.get_terminal_size().columns - 1, subsequent_indent="  ")
-    print(text)
 
 
 def doctor_rows(report: DoctorReport) -> list[tuple[str, str]]:
@@ -185,77 +170,3 @@ def curve_table(report: DoctorReport) -> tuple[list[str], list[list[str]]]:
         cells = [f"{speed[size, depth]:.3f}" if (size, depth) in speed else "" for depth in depths]
         rows.append([human_bytes(size), *cells])
     return headers, rows
-
-
-def print_io(report: IoReport) -> None:
-    """The result for people: a table for each bundle, and what one should know about it."""
-    notes = list(dict.fromkeys(row.note for row in report.rows if row.note))
-    bundles = list(dict.fromkeys((row.bundle, row.store) for row in report.rows))
-    headers = ["ENGINE", "PATTERN", "SIZE", "DEPTH", "GB/s", "FIO", "RATIO", "CPU us"]
-    headers += ["NOTE"] * bool(notes)
-    if sys.stdout.isatty():
-        for bundle in bundles:
-            if len(bundles) > 1:
-                print(safe_text(f"{bundle[0]} ({bundle[1]} store)"))
-            rows = [row for row in report.rows if (row.bundle, row.store) == bundle]
-            _aligned(headers, [_io_cells(row, notes) for row in rows])
-            print()
-    else:
-        several = len(bundles) > 1
-        cells = [[row.bundle, row.store] * several + _io_cells(row, notes) for row in report.rows]
-        table(["BUNDLE", "STORE"] * several + headers, cells)
-        print()
-    for number, text in enumerate(notes, 1):
-        _paragraph(f"{number}: {text}")
-    _about_io(report)
-
-
-def _io_cells(row: IoRow, notes: Sequence[str]) -> list[str]:
-    return [
-        row.engine,
-        row.pattern,
-        human_bytes(row.size_bytes),
-        str(row.depth),
-        f"{row.gb_per_s:.3f}",
-        "-" if row.fio_gb_per_s is None else f"{row.fio_gb_per_s:.3f}",
-        "-" if row.ratio is None else f"{row.ratio:.2f}",
-        f"{row.cpu_us_per_read:.1f}",
-        *([str(notes.index(row.note) + 1) if row.note else ""] if notes else []),
-    ]
-
-
-def _aligned(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table without lines, which needs less than 80 columns; the first two are words."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    for row in (headers, *rows):
-        cells = [
-            cell.ljust(width) if index < 2 else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-
-
-def _about_io(report: IoReport) -> None:
-    """What the columns are, and what went wrong."""
-    _paragraph("CPU us: microseconds of CPU time for each read")
-    if report.fio is not None:
-        _paragraph(
-            f"FIO: GB/s of {report.fio}, io_uring, on the same files; it reads into a few small buffers on 4 "
-            "KiB pages again and again, flashd as the daemon does into huge pages, which suit large reads"
-        )
-    best = [
-        row.gb_per_s / row.fio_best_gb_per_s
-        for row in report.rows
-        if row.engine == "uring+registered" and row.fio_best_gb_per_s
-    ]
-    if best:
-        _paragraph(
-            "fio at its best (buffers and files registered, huge pages): uring+registered reaches "
-            f"{median(best):.2f} of it (median of {len(best)} rows; each is in --json)"
-        )
-    if report.max_callback_cpu_ms > _MAX_CALLBACK_CPU_MS:
-        _paragraph(
-            f"warning: a callback held the event loop for {report.max_callback_cpu_ms:.1f} ms of CPU time, "
-            f"expected at most {_MAX_CALLBACK_CPU_MS:g}"
-        )
-    _paragraph(f"device: {report.title()}")

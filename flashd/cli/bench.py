@@ -1,4 +1,4 @@
-"""``flashd doctor`` and ``flashd bench io``: flags and tables."""
+"""``flashd bench io`` and ``flashd bench kernels``: flags and progress."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated
 
 import typer
 
+from flashd.cli.bench_report import print_io, print_kernels
 from flashd.cli.daemon import JsonOption
-from flashd.cli.disk_report import print_doctor, print_io
 from flashd.cli.render import EXIT_FAILURE, ByteProgress, note, print_error, print_json
 from flashd.errors import ConfigError
 
 _NOTE_INTERVAL_S = 10.0
-_DOTS = 60
 _SIZE = re.compile(r"(\d+)(?:([KM])(?:i?B)?)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -28,67 +27,6 @@ bench = typer.Typer(name="bench", help="Measure how fast this machine is.", rich
 @bench.callback()
 def _group() -> None:
     """Measure how fast this machine is."""
-
-
-def doctor(
-    directory: Annotated[
-        Path | None,
-        typer.Argument(metavar="DIR", show_default=False,
-                       help="Bundle, or any directory on the device [default: the current one]."),
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure the device's curve again (about 10 s).")
-    ] = False,
-    no_write: Annotated[
-        bool, typer.Option("--no-write",
-                           help="Write nothing: no temporary file to read, and no curve to keep.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:  # fmt: skip
-    """Show what flashd can use on this machine, and what keeps it from more.
-
-    With DIR the device's curve is measured once and kept for the daemon. The exit code is 1 if DIR is a
-    bundle that cannot be used, if no read engine works, or if --measure failed; else 0.
-    """
-    from dataclasses import asdict
-
-    from flashd.tools.doctor import doctor as run
-
-    with _Dots() as dots:
-        report = run(
-            directory or Path(),
-            curve=directory is not None,
-            measure=measure,
-            write=not no_write,
-            note=note,
-            progress=dots,
-        )
-    if as_json:
-        print_json(asdict(report))
-    else:
-        print_doctor(report)
-    if report.failed:
-        sys.exit(EXIT_FAILURE)
-
-
-class _Dots:
-    """A dot on the terminal for every point that was measured."""
-
-    def __init__(self) -> None:
-        self._drawn = 0
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        if self._drawn:
-            print(file=sys.stderr)
-
-    def __call__(self, done: int, total: int) -> None:
-        dots = done * _DOTS // total
-        if sys.stderr.isatty() and dots > self._drawn:
-            print("." * (dots - self._drawn), end="", file=sys.stderr, flush=True)
-            self._drawn = dots
 
 
 AlsoOption = Annotated[
@@ -176,10 +114,83 @@ def bench_io(
         sys.exit(EXIT_FAILURE)
 
 
+VerbOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Some verbs, e.g. gemv,ffn_rows [default: all].", show_default=False),
+]
+TypeOption = Annotated[
+    list[str] | None,
+    typer.Option("--dtype", help="Some of f32,f16,bf16,u8 (bytes) [default: all].", show_default=False),
+]
+BatchOption = Annotated[
+    list[str] | None,
+    typer.Option(help="Some numbers of sequences, or of a prompt's tokens, e.g. 1,4 [default: all].",
+                 show_default=False),
+]  # fmt: skip
+
+
+@bench.command("kernels")
+def bench_kernels(
+    verb: VerbOption = None,
+    dtype: TypeOption = None,
+    batch: BatchOption = None,
+    rounds: RoundsOption = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="Of the kernels, torch and NumPy [default: all cores].", show_default=False),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One short round on little memory: no figures to quote.")
+    ] = False,
+    no_torch: Annotated[bool, typer.Option("--no-torch", help="Don't compare with torch.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure every kernel beside the machine's memory, and beside torch where it is installed.
+
+    GB/s counts what a call must read once, 1e9 bytes to the GB: weights (of ffn_rows, which is ffn_dots and
+    ffn_down in turn, up and gate of the rows listed and down of those that fire; "gated" rows use SiLU, the
+    others ReLU), keys and values, or the source of a conversion. Results are not counted. All of it lies in
+    cold memory in huge pages: 512 MiB or four times the L3 cache are cycled through, at most 2 GiB and a
+    quarter of what is available.
+
+    DRAM is the share of the speed at which all threads read plain memory. GFLOP/s and PEAK, the share of the
+    best float32 matrix product of NumPy and torch, count where arithmetic is the limit: a prompt's 256
+    tokens. TORCH is how many times as fast as torch the same work is done (ffn_rows: beside dense layers).
+    All take turns in every round; figures are medians.
+
+    FLASHD_SIMD chooses the SIMD level. Don't use the machine meanwhile.
+    """
+    from dataclasses import asdict
+
+    from flashd.tools.bench.kernels.options import KernelOptions, share_threads
+
+    options = KernelOptions(
+        verbs=_names(verb),
+        dtypes=_names(dtype),
+        batches=None if batch is None else tuple(map(_parse_batch, _items(batch))),
+        rounds=rounds if rounds is not None else 1 if quick else 5,
+        threads=threads,
+        quick=quick,
+        torch=not no_torch,
+    )
+    if threads is not None:
+        share_threads(threads)
+    from flashd.tools.bench.kernels.run import bench_kernels as run
+
+    times = f"{options.rounds} round{'s' * (options.rounds > 1)}"
+    report = run(options, _Countdown(lambda: note(f"measuring, {times}; leave the machine alone meanwhile")))
+    for text in report.notes:
+        note(text)
+    if as_json:
+        print_json(asdict(report))
+    else:
+        print_kernels(report)
+
+
 class _Countdown:
     """Says on stderr now and then how many measurements are still to come."""
 
-    def __init__(self, begins: Callable[[], None]) -> None:
+    def __init__(self, begins: Callable[[], None] = lambda: None) -> None:
         self._begins = begins
         self._start_s = self._said_s = time.monotonic()
 
@@ -203,6 +214,16 @@ def _rounded(seconds: float) -> str:
 def _items(given: Sequence[str]) -> list[str]:
     """An option that is repeated, takes a list with commas, or both; each item once."""
     return list(dict.fromkeys(item.strip() for text in given for item in text.split(",")))
+
+
+def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(_items(given))
+
+
+def _parse_batch(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"--batch is {text!r}, expected a number of sequences such as 4")
+    return int(text)
 
 
 def _parse_depth(text: str) -> int:

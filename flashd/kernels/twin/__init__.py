@@ -1,0 +1,49 @@
+"""The kernel verbs in NumPy: what the native module is tested against, and what runs without it.
+
+Slow, but with the same promises: one sequence's result does not depend on the batch, on where a
+row lies among other rows, or on how a call was cut into slices. BLAS keeps none of these (its
+kernels treat the last rows differently), so dot products go through ``einsum``, which sums every
+row in the same order. Prompts use it as well: it reaches two thirds of what BLAS does for them
+here (14 of 21 GFLOP/s on two busy cores; 256 tokens of a model of 135 million weights are 54
+GFLOP), and a token's bits depend on neither the prompt's length nor its place.
+
+The docstrings are the contract of the verbs, whoever computes them. What all have in common:
+
+- Arrays are C-contiguous, aligned NumPy arrays. Weights are float32, float16, or uint16 holding
+  bfloat16 bits; activations are float32. B counts sequences (1..16), T tokens (at least 1).
+- A wrong dtype raises ``TypeError``, everything else that is wrong ``ValueError``, before anything
+  is written (``check.py``).
+- For a sum of n terms the error is at most ``1e-6 * sqrt(n)`` of the sum of the terms' magnitudes.
+- NaN and infinity propagate.
+- Outputs do not overlap inputs, except where a verb says that it works in place.
+"""
+
+from flashd.kernels.twin.attention import attention, rope
+from flashd.kernels.twin.ffn import ffn_dots, ffn_down
+from flashd.kernels.twin.level import available_simd, set_simd, set_threads, simd_level, threads
+from flashd.kernels.twin.linear import gemm, gemv
+from flashd.kernels.twin.memory import crc32c, from_f32, read_all, to_f32
+from flashd.kernels.twin.norms import layernorm, rmsnorm
+from flashd.kernels.twin.predict import predict, topk_union
+
+__all__ = [
+    "attention",
+    "available_simd",
+    "crc32c",
+    "ffn_dots",
+    "ffn_down",
+    "from_f32",
+    "gemm",
+    "gemv",
+    "layernorm",
+    "predict",
+    "read_all",
+    "rmsnorm",
+    "rope",
+    "set_simd",
+    "set_threads",
+    "simd_level",
+    "threads",
+    "to_f32",
+    "topk_union",
+]

@@ -1,0 +1,74 @@
+"""What ``flashd bench kernels`` is asked to measure. Imports no NumPy: see ``share_threads``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from flashd.errors import ConfigError
+
+VERBS = (
+    "read_all", "gemv", "gemm", "ffn_rows", "predict", "topk_union", "attention", "rmsnorm", "layernorm",
+    "rope", "crc32c", "to_f32", "from_f32",
+)  # fmt: skip
+DTYPES = ("f32", "f16", "bf16", "u8")
+MAX_THREADS = 256
+MAX_ROUNDS = 1000
+_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class KernelOptions:
+    """What to measure.
+
+    Attributes:
+        verbs: some of ``VERBS``; None is all. ``ffn_rows`` is ``ffn_dots`` and ``ffn_down`` together.
+        dtypes: some of ``DTYPES``, of the weights or of what is read; None is all.
+        batches: sequences, or tokens of a prompt; None is all.
+        rounds: how often; figures are medians.
+        threads: of the kernels, of torch and of NumPy's BLAS; None leaves the kernels' default.
+        quick: few rows, little memory and short samples: shows that everything runs, not how fast.
+        torch: whether to compare with torch, where it is installed.
+    """
+
+    verbs: tuple[str, ...] | None = None
+    dtypes: tuple[str, ...] | None = None
+    batches: tuple[int, ...] | None = None
+    rounds: int = 5
+    threads: int | None = None
+    quick: bool = False
+    torch: bool = True
+
+    def __post_init__(self) -> None:
+        for what, names, known in (("verb", self.verbs, VERBS), ("dtype", self.dtypes, DTYPES)):
+            for name in names or ():
+                if name not in known:
+                    raise ConfigError(f"unknown {what} {name!r}; known: {', '.join(known)}")
+        for batch in self.batches or ():
+            if batch < 1:
+                raise ConfigError(f"batch is {batch}, expected at least 1")
+        if not 1 <= self.rounds <= MAX_ROUNDS:
+            raise ConfigError(f"rounds is {self.rounds}, expected 1 to {MAX_ROUNDS}")
+        if self.threads is not None and not 1 <= self.threads <= MAX_THREADS:
+            raise ConfigError(f"threads is {self.threads}, expected 1 to {MAX_THREADS}")
+
+    def wants(self, verb: str, dtype: str, batch: int | None) -> bool:
+        """Whether a case is among those asked for; one without a batch is none of a chosen batch."""
+        return (
+            (self.verbs is None or verb in self.verbs)
+            and (self.dtypes is None or dtype in self.dtypes)
+            and (self.batches is None or batch in self.batches)
+        )
+
+
+def share_threads(threads: int) -> bool:
+    """Give NumPy's BLAS so many threads. It asks the environment, and only when NumPy is imported.
+
+    Returns:
+        False if NumPy was imported before: its BLAS keeps the threads that it has.
+    """
+    if "numpy" in sys.modules:
+        return False
+    os.environ.update(dict.fromkeys(_BLAS_THREADS, str(threads)))
+    return True
