@@ -10,7 +10,14 @@ namespace {
 // Bytes of keys and values below which waking another thread costs more than it saves.
 constexpr int64_t kAloneBytes = 128 << 10;
 
+// A thread looks ahead within what it takes: some items, where they are many for every thread.
+int64_t items_at_once(int64_t items) {
+    const int64_t share = items / (8 * thread_count());
+    return share < 1 ? 1 : share > 4 ? 4 : share;
+}
+
 void attention_few(const AttentionArgs& args) {
+    if (args.heads * args.width == 0) return;  // `out` has no elements
     const int64_t chunks = (args.length + kAttentionChunk - 1) / kAttentionChunk;
     const int64_t rows = args.tokens * args.heads, parts = rows * chunks;
     const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(parts * (args.width + 2))]);
@@ -22,7 +29,7 @@ void attention_few(const AttentionArgs& args) {
     // Every eighth row of a KV head costs about as much as reading its keys and values.
     const bool alone = bytes * (1 + rows / args.kv_heads / 8) <= kAloneBytes;
     parallel_for([&](int64_t first, int64_t last, int) { at.attention.attend(args, scratch_parts, first, last); },
-                 items, alone ? items : 1);
+                 items, alone ? items : items_at_once(items));
     const int64_t row_bytes = chunks * args.width * item_bytes(Type::f32);
     const int64_t few = kAloneBytes / (row_bytes > 0 ? row_bytes : 1) + 1;
     parallel_for([&](int64_t first, int64_t last, int) { at.attention.combine(args, scratch_parts, first, last); },

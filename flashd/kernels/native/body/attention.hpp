@@ -9,8 +9,29 @@ constexpr int64_t kRowBlock = 16;                // query rows at a time: their 
 constexpr int64_t kSegment = 16;                 // positions that stay there for all rows of a block
 constexpr int64_t kTileRows = W > 8 ? W / 4 : 2;  // query rows of a tile: its accumulators fill the registers
 
-// The hardware follows a stream only after its first misses, and not across pages.
-constexpr int64_t kAheadBytes = 8192;
+// The hardware follows a stream only after its first misses, and not across pages. What is a segment ahead
+// comes to the L1 cache, what is some kilobytes ahead to the L2.
+constexpr int64_t kFarBytes = 8192;
+
+// Where to look ahead from some place; null: nowhere.
+struct Ahead {
+    const char* near;
+    const char* far;
+
+    Ahead operator+(int64_t bytes) const { return near ? Ahead{near + bytes, far + bytes} : *this; }
+
+    // Asks for kBytes from a place on. A line at a time between the products: a burst would stop them
+    // until memory has answered.
+    template <int64_t kBytes>
+    FLASHD_INLINE void prefetch(int64_t offset) const {
+        if (!near) return;
+#pragma GCC unroll 16
+        for (int64_t i = 0; i < kBytes; i += 64) {
+            __builtin_prefetch(near + offset + i);
+            __builtin_prefetch(far + offset + i, 0, 2);
+        }
+    }
+};
 
 // What a thread reads next: the rest of one array, then the start of another.
 struct Stream {
@@ -18,18 +39,17 @@ struct Stream {
     int64_t bytes;
     const char* then;  // null: nothing more
 
-    // What to ask for while working at an offset; null: nothing.
-    const char* ahead_of(int64_t offset) const {
-        offset += kAheadBytes;
+    const char* at(int64_t offset) const {
         return offset < bytes ? from + offset : then ? then + (offset - bytes) : nullptr;
     }
+    // In whole segments, so that what lies behind the end is not asked for.
+    Ahead ahead_of(int64_t offset, int64_t segment_bytes) const {
+        const int64_t segments = kFarBytes > 2 * segment_bytes ? (kFarBytes + segment_bytes - 1) / segment_bytes : 2;
+        const char* near = at(offset + segment_bytes);
+        const char* far = at(offset + segments * segment_bytes);
+        return Ahead{near, far ? far : near};
+    }
 };
-
-template <int64_t kBytes>
-inline void prefetch(const char* from) {
-#pragma GCC unroll 16
-    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
 
 // The query rows of a block, and their weights over a chunk.
 struct QueryBlock {
@@ -58,8 +78,8 @@ inline void for_row_tiles(int64_t rows, Use use) {
 
 // acc[p][r] = the products of keys[p] and q[r], summed but for the lanes.
 template <int kRows, class T>
-FLASHD_INLINE void dot_tile(const T* const* keys, const float* const* q, int64_t width, const char* ahead,
-                     Vec::F (&acc)[kPositions][kRows]) {
+FLASHD_INLINE void dot_tile(const T* const* keys, const float* const* q, int64_t width, Ahead ahead,
+                          Vec::F (&acc)[kPositions][kRows]) {
     constexpr int64_t kItemBytes = kPositions * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
     for (int p = 0; p < kPositions; ++p)
@@ -67,7 +87,7 @@ FLASHD_INLINE void dot_tile(const T* const* keys, const float* const* q, int64_t
         for (int r = 0; r < kRows; ++r) acc[p][r] = Vec::zero();
     int64_t i = 0;
     for (; i + W <= width; i += W) {
-        if (ahead) prefetch<W * kItemBytes>(ahead + i * kItemBytes);
+        ahead.prefetch<W * kItemBytes>(i * kItemBytes);
         Vec::F query[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) query[r] = Vec::load(q[r] + i);
@@ -88,7 +108,7 @@ FLASHD_INLINE void dot_tile(const T* const* keys, const float* const* q, int64_t
 // several groups of positions together, to fill what is folded.
 template <int kRows, class T>
 inline void score_rows(const T* k, int64_t width, int64_t count, float scale, const float* const* q,
-                       const char* ahead, float* weights) {
+                       Ahead ahead, float* weights) {
     constexpr int kFolded = W / 4, kGroups = kFolded > kRows ? kFolded / kRows : 1;
     constexpr int kFolds = (kGroups * kRows + kFolded - 1) / kFolded;
     for (int64_t at = 0; at < count; at += kGroups * kPositions) {
@@ -105,7 +125,7 @@ inline void score_rows(const T* k, int64_t width, int64_t count, float scale, co
             for (int64_t p = 0; p < kPositions; ++p) keys[p] = k + (first + p < count ? first + p : count - 1) * width;
             const int64_t offset = first * width * static_cast<int64_t>(sizeof(T));
             Vec::F acc[kPositions][kRows];
-            dot_tile<kRows>(keys, q, width, ahead ? ahead + offset : nullptr, acc);
+            dot_tile<kRows>(keys, q, width, ahead + offset, acc);
 #pragma GCC unroll 4
             for (int p = 0; p < kPositions; ++p)
 #pragma GCC unroll 4
@@ -133,9 +153,11 @@ inline void soften(float* weights, int64_t count, float* top, float* sum) {
     }
     float lanes[W];
     Vec::store(lanes, highest);
+#pragma GCC unroll 4
+    for (int64_t half = W / 2; half; half /= 2)
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < half; ++i) lanes[i] = lanes[i + half] > lanes[i] ? lanes[i + half] : lanes[i];
     *top = lanes[0];
-    for (int64_t i = 1; i < W; ++i)
-        if (lanes[i] > *top) *top = lanes[i];
     // Where all is -inf, -inf less itself would be NaN: but a chunk that nobody looks at weighs nothing.
     const Vec::F shift = Vec::set(*top == -__builtin_inff() ? 0.0f : *top);
     Vec::F total = Vec::zero();
@@ -150,7 +172,7 @@ inline void soften(float* weights, int64_t count, float* top, float* sum) {
 // values[row] += weights[row][p] * v[p] for positions in order, kColumns vectors wide.
 template <int kRows, int kColumns, class T>
 inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* weights, float* const* values,
-                     int64_t column, const char* ahead) {
+                     int64_t column, Ahead ahead) {
     constexpr int64_t kItemBytes = sizeof(T);
     Vec::F acc[kRows][kColumns];
 #pragma GCC unroll 4
@@ -159,7 +181,7 @@ inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* 
         for (int c = 0; c < kColumns; ++c) acc[r][c] = Vec::load(values[r] + column + c * W);
     for (int64_t p = 0; p < positions; ++p) {
         const T* from = v + p * width + column;
-        if (ahead) prefetch<kColumns * W * kItemBytes>(ahead + (p * width + column) * kItemBytes);
+        ahead.prefetch<kColumns * W * kItemBytes>((p * width + column) * kItemBytes);
         Vec::F factor[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) factor[r] = Vec::set(weights[r * kAttentionChunk + p]);
@@ -178,7 +200,7 @@ inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* 
 
 template <int kRows, class T>
 inline void mix_rows(const T* v, int64_t width, int64_t positions, const float* weights, float* const* values,
-                     const char* ahead) {
+                     Ahead ahead) {
     constexpr int kWide = kRows == 1 ? 8 : 4;
     int64_t c = 0;
     for (; c + kWide * W <= width; c += kWide * W)
@@ -196,16 +218,16 @@ inline void mix_rows(const T* v, int64_t width, int64_t positions, const float* 
 // Adds positions at..at + count of a chunk to a block's rows.
 template <class T>
 inline void mix_segment(const T* v, int64_t width, int64_t at, int64_t count, const QueryBlock& block,
-                        const char* ahead) {
-    const auto mix = [&](auto tile, int64_t r, int64_t positions, const char* next) {
+                        Ahead ahead) {
+    const auto mix = [&](auto tile, int64_t r, int64_t positions, Ahead next) {
         mix_rows<tile.kRows>(v, width, positions, block.weights + r * kAttentionChunk + at, block.values + r, next);
     };
     for_row_tiles(block.rows, [&](auto tile, int64_t r) {
-        const char* next = r ? nullptr : ahead;
+        const Ahead next = r ? Ahead{} : ahead;
         // Rows see ever more positions: the first of a tile decides.
         if (block.count[r] >= at + count) return mix(tile, r, count, next);
         for (int64_t one = r; one < r + tile.kRows; ++one)
-            mix(RowTile<1>{}, one, block.count[one] < at + count ? block.count[one] - at : count, nullptr);
+            mix(RowTile<1>{}, one, block.count[one] < at + count ? block.count[one] - at : count, Ahead{});
     });
 }
 
@@ -216,11 +238,12 @@ inline void attend_block(const AttentionArgs& a, const AttentionParts& parts, co
     const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(T));
     const auto for_segments = [&](const Stream& stream, auto use) {
         for (int64_t at = 0; at < positions; at += kSegment)
-            use(at, at + kSegment < positions ? kSegment : positions - at, stream.ahead_of(at * row_bytes));
+            use(at, at + kSegment < positions ? kSegment : positions - at,
+                stream.ahead_of(at * row_bytes, kSegment * row_bytes));
     };
-    for_segments(keys, [&](int64_t at, int64_t count, const char* ahead) {
+    for_segments(keys, [&](int64_t at, int64_t count, Ahead ahead) {
         for_row_tiles(block.rows, [&](auto tile, int64_t r) {
-            score_rows<tile.kRows>(k + at * a.width, a.width, count, a.scale, block.q + r, r ? nullptr : ahead,
+            score_rows<tile.kRows>(k + at * a.width, a.width, count, a.scale, block.q + r, r ? Ahead{} : ahead,
                                    block.weights + r * kAttentionChunk + at);
         });
     });
@@ -229,7 +252,7 @@ inline void attend_block(const AttentionArgs& a, const AttentionParts& parts, co
         soften(weights, block.count[r], parts.tops + block.part[r], parts.sums + block.part[r]);
         __builtin_memset(block.values[r], 0, static_cast<size_t>(a.width) * sizeof(float));
     }
-    for_segments(values, [&](int64_t at, int64_t count, const char* ahead) {
+    for_segments(values, [&](int64_t at, int64_t count, Ahead ahead) {
         mix_segment(v + at * a.width, a.width, at, count, block, ahead);
     });
 }

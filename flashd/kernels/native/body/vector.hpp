@@ -49,8 +49,7 @@ inline Vec::F pick(Mask mask, Vec::F yes, Vec::F no) {
 // much and change nothing), +inf above the largest float, NaN for NaN. Polynomial: Cephes, expf.
 inline Vec::F vexp(Vec::F x) {
     const Vec::F low = Vec::set(-87.5f), high = Vec::set(89.0f);
-    Vec::F y = pick(x < low, low, x);
-    y = pick(y > high, high, y);
+    const Vec::F y = pick(x > high, high, x);
     // x = n ln 2 + r. Adding 1.5 * 2^23 leaves the rounded n in the low bits; ln 2 is in two parts, of
     // which n times the first is exact.
     const Vec::F magic = Vec::set(12582912.0f);
