@@ -14,10 +14,11 @@ import torch as real_torch
 
 from flashd import kernels
 from flashd.errors import FlashdError
-from flashd.tools.bench.kernels import catalog, memory
+from flashd.tools.bench.kernels import blas, catalog, memory
+from flashd.tools.bench.kernels.blas import blas_threads
 from flashd.tools.bench.kernels.cases import normal
 from flashd.tools.bench.kernels.memory import Arena, arena_bytes
-from flashd.tools.bench.kernels.options import KernelOptions, share_threads
+from flashd.tools.bench.kernels.options import KernelOptions
 from flashd.tools.bench.kernels.run import bench_kernels
 from flashd.tools.bench.kernels.turns import Subject
 from flashd.tools.bench.kernels.with_torch import NoTorch, Torch
@@ -131,14 +132,17 @@ def test_a_broken_torch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         Torch(1)
 
 
-def test_blas_is_told_before_numpy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not share_threads(3), "NumPy is here already"
-    monkeypatch.delitem(sys.modules, "numpy")
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("MKL_NUM_THREADS", "7")
-    assert share_threads(3)
-    assert memory.os.environ["OPENBLAS_NUM_THREADS"] == "3"
+def test_blas_takes_the_threads_it_is_told(tmp_path: Path) -> None:
+    wheels = [lib for lib in blas._libraries(blas._MAPS) if blas._has(lib, blas._NAMES[0])]
+    before = [library.scipy_openblas_get_num_threads64_() for library in wheels]
+    with blas_threads(1) as known:
+        assert known or not wheels
+        assert [library.scipy_openblas_get_num_threads64_() for library in wheels] == [1] * len(wheels)
+    assert [library.scipy_openblas_get_num_threads64_() for library in wheels] == before
+    maps = tmp_path / "maps"
+    maps.write_text("7f0-7f1 r-xp 00000000 08:01 5 /usr/lib/libm.so.6\n7f2-7f3 rw-p 0 0:0 0\n")
+    with blas_threads(1, maps) as known:
+        assert not known
 
 
 CASES = [

@@ -21,6 +21,7 @@ import numpy as np
 from flashd import kernels
 from flashd.errors import ConfigError
 from flashd.tools.bench.kernels import catalog
+from flashd.tools.bench.kernels.blas import blas_threads
 from flashd.tools.bench.kernels.cases import Case, normal
 from flashd.tools.bench.kernels.memory import (
     Arena,
@@ -140,6 +141,7 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         before = kernels.threads()
         stack.callback(kernels.set_threads, before)
         kernels.set_threads(options.threads or before)
+        blas = stack.enter_context(blas_threads(kernels.threads()))
         torch, no_torch = _find_torch(options)
         if torch is not None:
             stack.enter_context(torch.inference())
@@ -148,6 +150,8 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         arena = Arena(arena_bytes(largest, options.quick, l3, available_bytes()))
         bench = _Bench(options, arena, torch, [no_torch] if no_torch else [])
         bench.notes += _about(options, arena.memory.size, l3)
+        if not blas and any(case.compute_bound for case in chosen.values()):
+            bench.notes.append("NumPy's BLAS is no OpenBLAS and takes the threads that it wants")
         # A collector's pass over everything that was imported is no kernel's work.
         gc.collect()
         gc.freeze()
