@@ -39,7 +39,7 @@ class DaemonConfig:
         kv_dtype: element type of the KV cache.
         max_sessions: sequences decoded together (1..16).
         max_queue: requests that may wait; more are answered 429.
-        threads: kernel threads; 0 means all cores that the process may use.
+        threads: kernel threads; 0 means all CPUs that the process may use, and no more are ever taken.
         drain_ms: how long running answers may go on after SIGTERM.
         log_level: debug, info, warning or error.
     """

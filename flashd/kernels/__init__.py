@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 
 from flashd.errors import ConfigError
+from flashd.kernels.check import MAX_THREADS as MAX_THREADS
 from flashd.kernels.cpus import default_threads as default_threads
 
 try:
@@ -42,7 +43,7 @@ threads = _verbs.threads
 to_f32 = _verbs.to_f32
 topk_union = _verbs.topk_union
 
-set_threads(min(default_threads(), 256))
+set_threads(min(default_threads(), MAX_THREADS))
 if _level := os.environ.get("FLASHD_SIMD"):
     try:
         set_simd(_level)

@@ -127,23 +127,15 @@ def index(verb: str, value: object, n: int) -> int:
     return len(numbers)
 
 
-def slots(verb: str, value: object, count: int, columns: int) -> None:
-    """Check the columns ``int64[count]`` of listed rows; None stands for the first ``count``.
-
-    Raises:
-        TypeError, ValueError: as ``array`` says.
-        ValueError: a column outside 0..columns-1, or not above the one before.
-    """
-    if value is None:
-        return
-    numbers = array(verb, "slots", value, ("int64",), (count,))
-    outside = (numbers < 0) | (numbers >= columns)
-    descends = np.zeros(count, np.bool_)
+def ascending(verb: str, name: str, numbers: npt.NDArray[np.int64], limit: int) -> None:
+    """``ValueError`` unless each lies in 0..limit-1 and above the one before."""
+    outside = (numbers < 0) | (numbers >= limit)
+    descends = np.zeros(len(numbers), np.bool_)
     descends[1:] = numbers[1:] <= numbers[:-1]
     if (wrong := np.flatnonzero(outside | descends)).size:
         at = wrong[0]
-        expected = f"0..{columns - 1}" if outside[at] else f"more than {numbers[at - 1]}"
-        raise ValueError(f"{verb}: slots is {numbers[at]} at {at}, expected {expected}")
+        expected = f"0..{limit - 1}" if outside[at] else f"more than {numbers[at - 1]}"
+        raise ValueError(f"{verb}: {name} is {numbers[at]} at {at}, expected {expected}")
 
 
 def threshold(verb: str, value: float) -> np.float32:

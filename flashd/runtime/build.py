@@ -51,8 +51,7 @@ async def build(config: DaemonConfig) -> Runtime:
         BundleError: the directory is no bundle, is incomplete or damaged.
         TokenizerError: its tokenizer or chat template is unusable.
     """
-    if config.threads:
-        kernels.set_threads(config.threads)
+    kernels.set_threads(_threads(config.threads))
     directory = config.model_dir
     manifest = await in_thread(open_manifest, directory)
     weights = await in_thread(load_resident, directory, manifest)
@@ -99,6 +98,14 @@ async def build(config: DaemonConfig) -> Runtime:
         "yes" if tokenizer and tokenizer.has_chat_template else "no",
     )
     return Runtime(manifest, store, lane, ffn, engine, tokenizer, resident_bytes)
+
+
+def _threads(wanted: int) -> int:
+    """Kernel threads: never more than can run at once, which would only wait for each other."""
+    usable = kernels.default_threads()
+    if wanted > usable:
+        log.warning("%d kernel threads are too many for %d usable CPUs: taking %d", wanted, usable, usable)
+    return min(wanted or usable, usable, kernels.MAX_THREADS)
 
 
 def _ffn(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -62,42 +63,11 @@ def ffn_dots(
         TypeError, ValueError: as ``check.array`` says; unknown dtype or activation; short rows;
             index, slots or threshold out of range; slots not ascending; a gate's bias without gate.
     """
-    verb = "ffn_dots"
-    check.neuron_rows(verb, rows, dtype, d, gated)
-    check.one_of(verb, "activation", activation, check.ACTIVATIONS)
-    level = check.threshold(verb, threshold)
-    n = len(rows)
-    count = check.index(verb, index, n)
-    check.array(verb, "x", x, check.F32, (check.TOKENS, d))
-    columns: int | str = count if slots is None else "c"
-    check.array(verb, "out", out, check.F32, (len(x), columns), writeable=True)
-    check.slots(verb, slots, count, out.shape[1])
-    check.optional(verb, "up_bias", up_bias, check.F32, (n,))
-    check.optional(verb, "gate_bias", gate_bias, check.F32, (n,))
-    if gate_bias is not None and not gated:
-        raise ValueError(f"{verb}: gate_bias is given, expected None for ungated rows")
-    check.optional(verb, "mask", mask, ("bool",), out.shape)
-    places = np.arange(count) if slots is None else slots
-    weights = rows.view(NUMPY_DTYPE[dtype])
-
-    def affine(part: int, ids: I64Array | slice, bias: F32Array | None) -> F32Array:
-        block = widen(weights[ids, part * d : (part + 1) * d])
-        y = np.empty((len(x), len(block)), np.float32)
-        dots(block, x, y)
-        return y if bias is None else y + bias[ids]
-
+    call = _Dots(rows, dtype, d, gated, activation, x, out, up_bias, gate_bias, index, slots, mask)
+    level, count = call.check(threshold)
     fired = [np.empty(0, np.int64)]
     with np.errstate(all="ignore"):
-        for start, stop in blocks(count, d):
-            ids, into = picked(index, start, stop), places[start:stop]
-            up = affine(0, ids, up_bias)
-            value = _cut(_activate(activation, affine(1, ids, gate_bias) if gated else up), level)
-            if gated:
-                value *= up
-            if mask is not None:
-                value[~mask[:, into]] = 0
-            out[:, into] = value
-            fired.append(into[(value != 0).any(axis=0)])
+        fired += [call.compute(start, stop, level) for start, stop in blocks(count, d)]
     return np.concatenate(fired)
 
 
@@ -150,6 +120,66 @@ def ffn_down(
                 np.multiply(h[b, ids, None], widen(weights[listed[ids]]), out=terms[1:])
                 # accumulate is sequential by definition; reduce may sum pairwise.
                 acc[b] = np.add.accumulate(terms, axis=0, out=terms)[-1]
+
+
+@dataclass(frozen=True)
+class _Dots:
+    """The arguments of one ``ffn_dots``."""
+
+    rows: U8Array
+    dtype: DType
+    d: int
+    gated: bool
+    activation: Activation
+    x: F32Array
+    out: F32Array
+    up_bias: F32Array | None
+    gate_bias: F32Array | None
+    index: I64Array | None
+    slots: I64Array | None
+    mask: BoolArray | None
+
+    def check(self, threshold: float) -> tuple[np.float32, int]:
+        """The threshold as it is compared, and the number of rows listed."""
+        verb = "ffn_dots"
+        n = len(check.neuron_rows(verb, self.rows, self.dtype, self.d, self.gated))
+        count = check.index(verb, self.index, n)
+        check.one_of(verb, "activation", self.activation, check.ACTIVATIONS)
+        level = check.threshold(verb, threshold)
+        check.array(verb, "x", self.x, check.F32, (check.TOKENS, self.d))
+        check.optional(verb, "slots", self.slots, ("int64",), (count,))
+        columns: int | str = count if self.slots is None else "c"
+        check.array(verb, "out", self.out, check.F32, (len(self.x), columns), writeable=True)
+        check.optional(verb, "mask", self.mask, ("bool",), self.out.shape)
+        check.optional(verb, "up_bias", self.up_bias, check.F32, (n,))
+        check.optional(verb, "gate_bias", self.gate_bias, check.F32, (n,))
+        if self.gate_bias is not None and not self.gated:
+            raise ValueError(f"{verb}: gate_bias is given, expected None for ungated rows")
+        if self.slots is not None:
+            check.ascending(verb, "slots", self.slots, self.out.shape[1])
+        return level, count
+
+    def compute(self, start: int, stop: int, level: np.float32) -> I64Array:
+        """The listed rows start..stop-1 into their columns; returns the columns that fired."""
+        ids = picked(self.index, start, stop)
+        into = np.arange(start, stop) if self.slots is None else self.slots[start:stop]
+        up = self._affine(0, ids, self.up_bias)
+        gate = self._affine(1, ids, self.gate_bias) if self.gated else up
+        value = _cut(_activate(self.activation, gate), level)
+        if self.gated:
+            value *= up
+        if self.mask is not None:
+            value[~self.mask[:, into]] = 0
+        self.out[:, into] = value
+        fired: I64Array = into[(value != 0).any(axis=0)]
+        return fired
+
+    def _affine(self, part: int, ids: I64Array | slice, bias: F32Array | None) -> F32Array:
+        weights = self.rows.view(NUMPY_DTYPE[self.dtype])
+        block = widen(weights[ids, part * self.d : (part + 1) * self.d])
+        y = np.empty((len(self.x), len(block)), np.float32)
+        dots(block, self.x, y)
+        return y if bias is None else y + bias[ids]
 
 
 def _activate(activation: Activation, x: F32Array) -> F32Array:

@@ -13,8 +13,7 @@ struct Queries {
     float* mixed;     // [width, lanes]
     float* highest;   // [lanes]
     float* totals;    // [lanes]
-    float* factors;   // [lanes]
-    int32_t* limits;  // [lanes]: keys that a query sees, ascending
+    int64_t* limits;  // [lanes]: keys that a query sees, ascending
 
     Queries(const AttentionArgs& a, int64_t item, float* scratch) {
         group = a.heads / a.kv_heads;
@@ -33,8 +32,7 @@ struct Queries {
         mixed = scores + (kPanelSteps + kPanelSpare) * lanes;
         highest = mixed + (a.width + kPanelSpare) * lanes;
         totals = highest + lanes;
-        factors = totals + lanes;
-        limits = reinterpret_cast<int32_t*>(factors + lanes);
+        limits = reinterpret_cast<int64_t*>(totals + lanes);
     }
 
     int64_t offset(const AttentionArgs& a, int64_t lane) const {
@@ -57,7 +55,7 @@ struct Queries {
         }
         for (int64_t t = 0; t < lanes; ++t) {
             const int64_t query = first + (t < count ? t : count - 1);
-            limits[t] = static_cast<int32_t>(a.length - a.tokens + 1 + query / group);
+            limits[t] = a.length - a.tokens + 1 + query / group;
             highest[t] = -__builtin_inff();
             totals[t] = 0.0f;
         }
@@ -101,13 +99,9 @@ inline void soften(const AttentionArgs& a, const Queries& b, int64_t at, int64_t
         int64_t seen = b.limits[i + W - 1] - at;
         if (seen <= 0) continue;
         if (seen > keys) seen = keys;
-        LaneI limits;
-        __builtin_memcpy(&limits, b.limits + i, sizeof limits);
-        for (int64_t s = b.limits[i] > at ? b.limits[i] - at : 0; s < seen; ++s) {
-            float* scores = b.scores + s * b.lanes + i;
-            const LaneI visible = LaneI{} + static_cast<int32_t>(at + s) < limits;
-            Vec::store(scores, pick(visible, Vec::load(scores), Vec::zero() - infinity));
-        }
+        for (int64_t s = b.limits[i] > at ? b.limits[i] - at : 0; s < seen; ++s)
+            for (int64_t t = i; t < i + W && b.limits[t] <= at + s; ++t)
+                b.scores[s * b.lanes + t] = -__builtin_inff();
         const Vec::F before = Vec::load(b.highest + i);
         Vec::F tops[4] = {before, before, before, before};
         for (int64_t s = 0; s < seen; ++s) {  // NaN never wins, but stays in the scores
