@@ -10,7 +10,8 @@ constexpr int64_t kSegment = 16;                 // positions that stay there fo
 constexpr int64_t kTileRows = W > 8 ? W / 4 : 2;  // query rows of a tile: its accumulators fill the registers
 
 // The hardware follows a stream only after its first misses, and not across pages.
-constexpr int64_t kAheadBytes = 2048;
+constexpr int64_t kAheadBytes = 8192;
+constexpr int64_t kLineBytes = 64;
 
 // What a thread reads next: the rest of one array, then the start of another.
 struct Stream {
@@ -18,13 +19,14 @@ struct Stream {
     int64_t bytes;
     const char* then;  // null: nothing more
 
-    void prefetch(int64_t offset, int64_t count) const {
+    // What to ask for while working at an offset; null: nothing.
+    const char* ahead_of(int64_t offset) const {
         offset += kAheadBytes;
-        if (offset >= bytes && !then) return;
-        const char* at = offset < bytes ? from + offset : then + (offset - bytes);
-        for (int64_t i = 0; i < count; i += 64) __builtin_prefetch(at + i);
+        return offset < bytes ? from + offset : then ? then + (offset - bytes) : nullptr;
     }
 };
+
+inline void prefetch(const char* at) { __builtin_prefetch(at, 0, 2); }
 
 // The query rows of a block, and their weights over a chunk.
 struct QueryBlock {
@@ -51,19 +53,20 @@ inline void for_row_tiles(int64_t rows, Use use) {
     if (rows - r == 1) use(RowTile<1>{}, r);
 }
 
-// Scores of kRows rows with 4 positions; rows of weights are kAttentionChunk apart.
+// acc[p][r] = the products of keys[p] and q[r], summed but for the lanes.
 template <int kRows, class T>
-inline void score_tile(const T* const* keys, const float* const* q, int64_t width, float scale, float* weights) {
-    constexpr int kFolded = W / 4, kFolds = (kRows + kFolded - 1) / kFolded;
-    Vec::F acc[kFolds][kPositions][kFolded];
+inline void dot_tile(const T* const* keys, const float* const* q, int64_t width, const char* ahead,
+                     Vec::F (&acc)[kPositions][kRows]) {
+    const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
-    for (int f = 0; f < kFolds; ++f)
+    for (int p = 0; p < kPositions; ++p)
 #pragma GCC unroll 4
-        for (int p = 0; p < kPositions; ++p)
-#pragma GCC unroll 4
-            for (int r = 0; r < kFolded; ++r) acc[f][p][r] = Vec::zero();
+        for (int r = 0; r < kRows; ++r) acc[p][r] = Vec::zero();
     int64_t i = 0;
     for (; i + W <= width; i += W) {
+        const int64_t offset = i * static_cast<int64_t>(sizeof(T));
+        if (ahead && offset % kLineBytes == 0)
+            for (int p = 0; p < kPositions; ++p) prefetch(ahead + p * row_bytes + offset);
         Vec::F query[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) query[r] = Vec::load(q[r] + i);
@@ -71,39 +74,46 @@ inline void score_tile(const T* const* keys, const float* const* q, int64_t widt
         for (int p = 0; p < kPositions; ++p) {
             const Vec::F key = Vec::load(keys[p] + i);
 #pragma GCC unroll 4
-            for (int r = 0; r < kRows; ++r) {
-                Vec::F& sum = acc[r / kFolded][p][r % kFolded];
-                sum = Vec::fma(key, query[r], sum);
-            }
+            for (int r = 0; r < kRows; ++r) acc[p][r] = Vec::fma(key, query[r], acc[p][r]);
         }
     }
     for (int p = 0; i < width && p < kPositions; ++p) {
         const Vec::F key = load_part(keys[p] + i, width - i);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) {
-            Vec::F& sum = acc[r / kFolded][p][r % kFolded];
-            sum = Vec::fma(key, load_part(q[r] + i, width - i), sum);
-        }
-    }
-#pragma GCC unroll 4
-    for (int f = 0; f < kFolds; ++f) {
-        float sums[W];
-        Vec::store(sums, fold_tile(acc[f]) * Vec::set(scale));
-        for (int r = 0; r < kFolded && f * kFolded + r < kRows; ++r)
-            __builtin_memcpy(weights + (f * kFolded + r) * kAttentionChunk, sums + 4 * r, 4 * sizeof(float));
+        for (int r = 0; r < kRows; ++r) acc[p][r] = Vec::fma(key, load_part(q[r] + i, width - i), acc[p][r]);
     }
 }
 
-// Scores of a block's rows with `count` positions; rows of `weights` are kAttentionChunk apart.
-template <class T>
-inline void score_segment(const T* k, int64_t width, int64_t count, float scale, const QueryBlock& block,
-                          float* weights) {
-    for (int64_t at = 0; at < count; at += kPositions) {
-        const T* keys[kPositions];
-        for (int64_t p = 0; p < kPositions; ++p) keys[p] = k + (at + p < count ? at + p : count - 1) * width;
-        for_row_tiles(block.rows, [&](auto tile, int64_t r) {
-            score_tile<tile.kRows>(keys, block.q + r, width, scale, weights + r * kAttentionChunk + at);
-        });
+// Scores of kRows rows with `count` positions; rows of `weights` are kAttentionChunk apart. Few rows take
+// several groups of positions together, to fill what is folded.
+template <int kRows, class T>
+inline void score_rows(const T* k, int64_t width, int64_t count, float scale, const float* const* q,
+                       const char* ahead, float* weights) {
+    constexpr int kFolded = W / 4, kGroups = kFolded > kRows ? kFolded / kRows : 1;
+    constexpr int kFolds = (kGroups * kRows + kFolded - 1) / kFolded;
+    for (int64_t at = 0; at < count; at += kGroups * kPositions) {
+        Vec::F sums[kFolds][kPositions][kFolded] = {};
+#pragma GCC unroll 4
+        for (int g = 0; g < kGroups; ++g) {
+            const int64_t first = at + g * kPositions;
+            // There may be nothing behind the last position: its key stands in.
+            const T* keys[kPositions];
+            for (int64_t p = 0; p < kPositions; ++p) keys[p] = k + (first + p < count ? first + p : count - 1) * width;
+            const int64_t offset = first * width * static_cast<int64_t>(sizeof(T));
+            Vec::F acc[kPositions][kRows];
+            dot_tile<kRows>(keys, q, width, ahead ? ahead + offset : nullptr, acc);
+#pragma GCC unroll 4
+            for (int p = 0; p < kPositions; ++p)
+#pragma GCC unroll 4
+                for (int r = 0; r < kRows; ++r)
+                    sums[(g * kRows + r) / kFolded][p][(g * kRows + r) % kFolded] = acc[p][r];
+        }
+        float folded[kFolds * W];
+#pragma GCC unroll 4
+        for (int f = 0; f < kFolds; ++f) Vec::store(folded + f * W, fold_tile(sums[f]) * Vec::set(scale));
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroups * kRows; ++i)
+            __builtin_memcpy(weights + i % kRows * kAttentionChunk + at + i / kRows * kPositions,
+                             folded + i * kPositions, kPositions * sizeof(float));
     }
 }
 
@@ -135,7 +145,8 @@ inline void soften(float* weights, int64_t count, float* top, float* sum) {
 // values[row] += weights[row][p] * v[p] for positions in order, kColumns vectors wide.
 template <int kRows, int kColumns, class T>
 inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* weights, float* const* values,
-                     int64_t column) {
+                     int64_t column, const char* ahead) {
+    constexpr int64_t kBytes = kColumns * W * static_cast<int64_t>(sizeof(T));
     Vec::F acc[kRows][kColumns];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -143,6 +154,9 @@ inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* 
         for (int c = 0; c < kColumns; ++c) acc[r][c] = Vec::load(values[r] + column + c * W);
     for (int64_t p = 0; p < positions; ++p) {
         const T* from = v + p * width + column;
+        if (ahead)
+            for (int64_t byte = 0; byte < kBytes; byte += kLineBytes)
+                prefetch(ahead + (p * width + column) * static_cast<int64_t>(sizeof(T)) + byte);
         Vec::F factor[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) factor[r] = Vec::set(weights[r * kAttentionChunk + p]);
@@ -160,12 +174,14 @@ inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* 
 }
 
 template <int kRows, class T>
-inline void mix_rows(const T* v, int64_t width, int64_t positions, const float* weights, float* const* values) {
+inline void mix_rows(const T* v, int64_t width, int64_t positions, const float* weights, float* const* values,
+                     const char* ahead) {
     constexpr int kWide = kRows == 1 ? 8 : 4;
     int64_t c = 0;
-    for (; c + kWide * W <= width; c += kWide * W) mix_tile<kRows, kWide>(v, width, positions, weights, values, c);
-    for (; c + 2 * W <= width; c += 2 * W) mix_tile<kRows, 2>(v, width, positions, weights, values, c);
-    for (; c + W <= width; c += W) mix_tile<kRows, 1>(v, width, positions, weights, values, c);
+    for (; c + kWide * W <= width; c += kWide * W)
+        mix_tile<kRows, kWide>(v, width, positions, weights, values, c, ahead);
+    for (; c + 4 * W <= width; c += 4 * W) mix_tile<kRows, 4>(v, width, positions, weights, values, c, ahead);
+    for (; c + W <= width; c += W) mix_tile<kRows, 1>(v, width, positions, weights, values, c, ahead);
     for (int r = 0; c < width && r < kRows; ++r) {
         Vec::F acc = load_part(values[r] + c, width - c);
         for (int64_t p = 0; p < positions; ++p)
@@ -176,26 +192,43 @@ inline void mix_rows(const T* v, int64_t width, int64_t positions, const float* 
 
 // Adds positions at..at + count of a chunk to a block's rows.
 template <class T>
-inline void mix_segment(const T* v, int64_t width, int64_t at, int64_t count, const QueryBlock& block) {
-    const auto mix = [&](auto tile, int64_t r, int64_t positions) {
-        mix_rows<tile.kRows>(v, width, positions, block.weights + r * kAttentionChunk + at, block.values + r);
+inline void mix_segment(const T* v, int64_t width, int64_t at, int64_t count, const QueryBlock& block,
+                        const char* ahead) {
+    const auto mix = [&](auto tile, int64_t r, int64_t positions, const char* next) {
+        mix_rows<tile.kRows>(v, width, positions, block.weights + r * kAttentionChunk + at, block.values + r, next);
     };
     for_row_tiles(block.rows, [&](auto tile, int64_t r) {
+        const char* next = r ? nullptr : ahead;
         // Rows see ever more positions: the first of a tile decides.
-        if (block.count[r] >= at + count) return mix(tile, r, count);
+        if (block.count[r] >= at + count) return mix(tile, r, count, next);
         for (int64_t one = r; one < r + tile.kRows; ++one)
-            mix(RowTile<1>{}, one, block.count[one] < at + count ? block.count[one] - at : count);
+            mix(RowTile<1>{}, one, block.count[one] < at + count ? block.count[one] - at : count, nullptr);
     });
 }
 
-// Calls use(first position, count) for the segments of a chunk.
-template <class Use>
-inline void for_segments(int64_t positions, int64_t row_bytes, const Stream& stream, Use use) {
-    for (int64_t at = 0; at < positions; at += kSegment) {
-        const int64_t count = at + kSegment < positions ? kSegment : positions - at;
-        stream.prefetch(at * row_bytes, count * row_bytes);
-        use(at, count);
+// The chunk's keys, the softmax of its part, and its values, for a block's rows.
+template <class T>
+inline void attend_block(const AttentionArgs& a, const AttentionParts& parts, const T* k, const T* v,
+                         int64_t positions, const Stream& keys, const Stream& values, QueryBlock& block) {
+    const int64_t row_bytes = a.width * static_cast<int64_t>(sizeof(T));
+    const auto for_segments = [&](const Stream& stream, auto use) {
+        for (int64_t at = 0; at < positions; at += kSegment)
+            use(at, at + kSegment < positions ? kSegment : positions - at, stream.ahead_of(at * row_bytes));
+    };
+    for_segments(keys, [&](int64_t at, int64_t count, const char* ahead) {
+        for_row_tiles(block.rows, [&](auto tile, int64_t r) {
+            score_rows<tile.kRows>(k + at * a.width, a.width, count, a.scale, block.q + r, r ? nullptr : ahead,
+                                   block.weights + r * kAttentionChunk + at);
+        });
+    });
+    for (int64_t r = 0; r < block.rows; ++r) {
+        float* weights = block.weights + r * kAttentionChunk;
+        soften(weights, block.count[r], parts.tops + block.part[r], parts.sums + block.part[r]);
+        __builtin_memset(block.values[r], 0, static_cast<size_t>(a.width) * sizeof(float));
     }
+    for_segments(values, [&](int64_t at, int64_t count, const char* ahead) {
+        mix_segment(v + at * a.width, a.width, at, count, block, ahead);
+    });
 }
 
 // Fills a block with the rows from `row` on that see something of a chunk; returns the row after them.
@@ -235,17 +268,7 @@ void attend_chunks(const AttentionArgs& a, const AttentionParts& parts, int64_t 
         const Stream values{reinterpret_cast<const char*>(v), positions * row_bytes, reinterpret_cast<const char*>(next)};
         for (int64_t row = 0; row < rows;) {
             row = gather_rows(a, parts, kv_head, chunk, row, block);
-            for_segments(positions, row_bytes, keys, [&](int64_t at, int64_t count) {
-                score_segment(k + at * a.width, a.width, count, a.scale, block, block.weights + at);
-            });
-            for (int64_t r = 0; r < block.rows; ++r) {
-                float* weights = block.weights + r * kAttentionChunk;
-                soften(weights, block.count[r], parts.tops + block.part[r], parts.sums + block.part[r]);
-                __builtin_memset(block.values[r], 0, static_cast<size_t>(a.width) * sizeof(float));
-            }
-            for_segments(positions, row_bytes, values, [&](int64_t at, int64_t count) {
-                mix_segment(v + at * a.width, a.width, at, count, block);
-            });
+            attend_block(a, parts, k, v, positions, keys, values, block);
         }
     }
 }
