@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 # Of each sample; a call that takes longer is a sample of its own.
 _SAMPLE_S = 0.03
-_QUICK_SAMPLE_S = 0.002
+_QUICK_SAMPLE_S = 0.0  # one call
 # OpenMP's and OpenBLAS's threads burn a core for about that long after their work.
 _SETTLE_S = 0.03
 _QUICK_SETTLE_S = 0.002
@@ -99,12 +99,9 @@ class _Bench:
         """torch, ready to take turns; None if it has no such operation, or not for this type."""
         if self.torch is None:
             return None
-        calls = []
-        for part in self.arena.parts(case.nbytes):
-            call = case.torch(self.torch, part)
-            if call is None:
-                return None
-            calls.append(call)
+        calls = case.torch(self.torch, self.arena.parts(case.nbytes))
+        if calls is None:
+            return None
         subject = Subject(calls, case.nbytes, counted, foreign=True)
         try:
             subject.calibrate(self.arena, self.sample_s)
