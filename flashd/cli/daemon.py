@@ -73,7 +73,8 @@ def start(
     ] = None,
     max_queue: Annotated[int | None, typer.Option(help=_about("max_queue", "Requests that may wait"))] = None,
     threads: Annotated[
-        int | None, typer.Option(help=_about("threads", "Kernel threads; 0 is all usable CPUs, and no more are taken"))
+        int | None,
+        typer.Option(help=_about("threads", "Kernel threads; 0 is all usable CPUs, and no more are taken")),
     ] = None,
     drain_ms: Annotated[
         int | None, typer.Option(help=_about("drain_ms", "How long answers may go on after SIGTERM"))

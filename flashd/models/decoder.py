@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from flashd import kernels
 from flashd.errors import BundleError
 from flashd.kernels.lane import ComputeLane
-from flashd.models.layers import Linear, Norm, as_f32, attend, rotate, rotation
+from flashd.models.layers import Linear, Norm, as_f32, rotation
 from flashd.types import F32Array, FFNSource, I64Array, KVCache, ModelSpec, WeightArray
 
 
@@ -158,12 +159,14 @@ class Decoder:
         k = layer.k(h).reshape(tokens, spec.n_kv_heads, spec.d_head)
         v = layer.v(h).reshape(tokens, spec.n_kv_heads, spec.d_head)
         if state.rope is not None:
-            q, k = rotate(q, *state.rope), rotate(k, *state.rope)
+            kernels.rope(q, *state.rope)
+            kernels.rope(k, *state.rope)
         mixed = np.empty_like(q)
         for span, rows in zip(state.spans, state.rows, strict=True):
             with self._lane.memory_work():
                 span.kv.append(index, k[rows], v[rows])
-            mixed[rows] = attend(q[rows], *span.kv.view(index), span.kv.length, self._scale)
+            length = span.kv.length + len(span.tokens)
+            kernels.attention(q[rows], *span.kv.view(index), length, self._scale, mixed[rows])
         state.x = state.x + layer.o(mixed.reshape(tokens, -1))
         if spec.norm_first:
             return layer.ffn_norm(state.x)

@@ -1,7 +1,7 @@
-"""The parts a transformer layer is made of, on float32 activations.
+"""The parts a transformer layer is made of, on float32 activations: thin callers of the kernels.
 
-Up to ``MAX_BATCH`` tokens go through the native kernels, whose sums don't depend on the batch;
-longer spans (a prompt's chunks) go through BLAS on blocks of weights converted to float32.
+Up to ``MAX_BATCH`` tokens go through kernels that read each weight once; more (a prompt's chunk) through
+kernels that are bound by arithmetic. Neither depends on what else is computed with a token.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import numpy.typing as npt
 from flashd import kernels
 from flashd.config import MAX_BATCH
 from flashd.types import F32Array, WeightArray
-
-_BLOCK_BYTES = 8 << 20  # float32 bytes of weights converted at a time
 
 
 def empty(*shape: int) -> F32Array:
@@ -43,15 +41,8 @@ class Linear:
     def __call__(self, x: F32Array) -> F32Array:
         """``[tokens, in] -> [tokens, out]``."""
         out = empty(x.shape[0], self.weight.shape[0])
-        if x.shape[0] <= MAX_BATCH:
-            kernels.gemv(self.weight, x, out, self.bias)
-            return out
-        rows = max(1, _BLOCK_BYTES // (4 * x.shape[1]))
-        for start in range(0, self.weight.shape[0], rows):
-            block = as_f32(self.weight[start : start + rows])
-            np.matmul(x, block.T, out=out[:, start : start + rows])
-        if self.bias is not None:
-            out += self.bias
+        multiply = kernels.gemv if x.shape[0] <= MAX_BATCH else kernels.gemm
+        multiply(self.weight, x, out, self.bias)
         return out
 
 
@@ -61,71 +52,20 @@ class Norm:
     def __init__(self, weight: F32Array, bias: F32Array | None, eps: float, rms: bool) -> None:
         self.weight = weight
         self.bias = bias
-        self.eps = np.float32(eps)
+        self.eps = eps
         self.rms = rms
 
     def __call__(self, x: F32Array) -> F32Array:
         """Normed copy of ``[tokens, d]``."""
-        if not self.rms:
-            x = x - x.mean(axis=-1, keepdims=True, dtype=np.float32)
-        scale = np.square(x).mean(axis=-1, keepdims=True, dtype=np.float32)
-        out: F32Array = x * (np.float32(1.0) / np.sqrt(scale + self.eps))
-        out *= self.weight
-        if self.bias is not None:
-            out += self.bias
+        out = np.empty_like(x)
+        if self.rms:
+            kernels.rmsnorm(x, self.weight, self.eps, out)
+        else:
+            kernels.layernorm(x, self.weight, self.bias, self.eps, out)
         return out
 
 
 def rotation(inv_freq: F32Array, positions: npt.NDArray[Any]) -> tuple[F32Array, F32Array]:
-    """Cosines and sines ``[tokens, 1, d_head / 2]`` of rotary position embeddings (RoFormer)."""
+    """Cosines and sines ``[tokens, d_head / 2]`` of rotary position embeddings (RoFormer)."""
     angle = positions.astype(np.float32)[:, None] * inv_freq[None, :]
-    return np.cos(angle)[:, None, :], np.sin(angle)[:, None, :]
-
-
-def rotate(x: F32Array, cos: F32Array, sin: F32Array) -> F32Array:
-    """Rotate ``[tokens, heads, d_head]``, halves paired as Hugging Face pairs them."""
-    half = x.shape[-1] // 2
-    low, high = x[..., :half], x[..., half:]
-    out = np.empty_like(x)
-    np.subtract(low * cos, high * sin, out=out[..., :half])
-    np.add(high * cos, low * sin, out=out[..., half:])
-    return out
-
-
-def attend(q: F32Array, k: npt.NDArray[Any], v: npt.NDArray[Any], start: int, scale: float) -> F32Array:
-    """Causal attention of one sequence's newest tokens over everything before them.
-
-    Args:
-        q: ``[tokens, n_heads, d_head]``, positions ``start ..``.
-        k: ``[n_kv_heads, capacity, d_head]`` f32 or f16, holding ``start + tokens`` positions.
-        v: like ``k``.
-        start: position of the first query.
-        scale: factor on the scores.
-
-    Returns:
-        ``[tokens, n_heads, d_head]``.
-    """
-    if q.shape[0] == 1:
-        out = np.empty_like(q)
-        kernels.attention(q[0], k, v, start + 1, scale, out[0])
-        return out
-    return _attend_many(q, k, v, start, scale)
-
-
-def _attend_many(q: F32Array, k: npt.NDArray[Any], v: npt.NDArray[Any], start: int, scale: float) -> F32Array:
-    tokens, heads, d_head = q.shape
-    group, length = heads // k.shape[0], start + tokens
-    future = np.triu(np.full((tokens, tokens), -np.inf, np.float32), 1)[:, None, :]
-    out = np.empty_like(q)
-    for head in range(k.shape[0]):
-        mine = slice(head * group, (head + 1) * group)
-        queries = np.ascontiguousarray(q[:, mine]).reshape(tokens * group, d_head)
-        scores = (queries @ as_f32(k[head, :length]).T).reshape(tokens, group, length)
-        scores *= np.float32(scale)
-        scores[:, :, start:] += future
-        scores -= scores.max(axis=-1, keepdims=True)
-        np.exp(scores, out=scores)
-        scores /= scores.sum(axis=-1, keepdims=True)
-        weighted = scores.reshape(tokens * group, length) @ as_f32(v[head, :length])
-        out[:, mine] = weighted.reshape(tokens, group, d_head)
-    return out
+    return np.cos(angle), np.sin(angle)

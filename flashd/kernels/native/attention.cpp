@@ -31,7 +31,7 @@ void attention_few(const AttentionArgs& args) {
 
 void attention(nb::handle q_, nb::handle k_, nb::handle v_, int64_t length, float scale, nb::handle out_) {
     const char* verb = "attention";
-    const Shape q_shape{Axis::batch(), "H", "hd"};
+    const Shape q_shape{Axis::tokens(), "H", "hd"};
     const Array q(verb, "q", q_, {Type::f32}, &q_shape);
     const int64_t tokens = q.size(0), heads = q.size(1), width = q.size(2);
     const Shape k_shape{"n_kv", "capacity", width};
@@ -50,7 +50,10 @@ void attention(nb::handle q_, nb::handle k_, nb::handle v_, int64_t length, floa
     const AttentionArgs args{q.data<float>(), k.data<void>(), v.data<void>(), k.type(), tokens, heads,
                              kv_heads,        capacity,       width,          length,   scale,  out.data<float>()};
     const nb::gil_scoped_release no_gil;
-    attention_few(args);
+    if (args.tokens > kMaxBatch)
+        attention_prompt(args);
+    else
+        attention_few(args);
 }
 
 }  // namespace

@@ -9,9 +9,8 @@ namespace {
 void gemm(nb::handle w_, nb::handle x_, nb::handle out_, nb::handle bias_) {
     const Shape w_shape{"n", "k"};
     const Array w("gemm", "w", w_, {Type::f32, Type::f16, Type::bf16}, &w_shape);
-    const Shape x_shape{"T", w.size(1)};
+    const Shape x_shape{Axis::tokens(), w.size(1)};
     const Array x("gemm", "x", x_, {Type::f32}, &x_shape);
-    if (x.size(0) < 1) raise_value("gemm: x has 0 tokens, expected at least 1");
     const Shape out_shape{x.size(0), w.size(0)};
     const Array out("gemm", "out", out_, {Type::f32}, &out_shape, Access::write);
     const Array bias = Array::optional("gemm", "bias", bias_, {Type::f32}, {w.size(0)});

@@ -35,6 +35,7 @@ _SHORT.maxlevel = 2
 # gelu_fast are the tanh approximation written in other words.
 ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
+    "relu2": "relu2",
     "silu": "silu",
     "swish": "silu",
     "gelu": "gelu",
