@@ -19,6 +19,7 @@
 #include "body/convert.hpp"
 
 #undef FLASHD_BY_TYPE
+#undef FLASHD_INLINE
 
 constexpr Level make_level(const char* name, bool hardware_crc) {
     return Level{

@@ -11,7 +11,6 @@ constexpr int64_t kTileRows = W > 8 ? W / 4 : 2;  // query rows of a tile: its a
 
 // The hardware follows a stream only after its first misses, and not across pages.
 constexpr int64_t kAheadBytes = 8192;
-constexpr int64_t kLineBytes = 64;
 
 // What a thread reads next: the rest of one array, then the start of another.
 struct Stream {
@@ -26,7 +25,11 @@ struct Stream {
     }
 };
 
-inline void prefetch(const char* at) { __builtin_prefetch(at, 0, 2); }
+template <int64_t kBytes>
+inline void prefetch(const char* from) {
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
 
 // The query rows of a block, and their weights over a chunk.
 struct QueryBlock {
@@ -55,24 +58,22 @@ inline void for_row_tiles(int64_t rows, Use use) {
 
 // acc[p][r] = the products of keys[p] and q[r], summed but for the lanes.
 template <int kRows, class T>
-inline void dot_tile(const T* const* keys, const float* const* q, int64_t width, const char* ahead,
+FLASHD_INLINE void dot_tile(const T* const* keys, const float* const* q, int64_t width, const char* ahead,
                      Vec::F (&acc)[kPositions][kRows]) {
-    const int64_t row_bytes = width * static_cast<int64_t>(sizeof(T));
+    constexpr int64_t kItemBytes = kPositions * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
     for (int p = 0; p < kPositions; ++p)
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) acc[p][r] = Vec::zero();
     int64_t i = 0;
     for (; i + W <= width; i += W) {
-        const int64_t offset = i * static_cast<int64_t>(sizeof(T));
-        if (ahead && offset % kLineBytes == 0)
-            for (int p = 0; p < kPositions; ++p) prefetch(ahead + p * row_bytes + offset);
+        if (ahead) prefetch<W * kItemBytes>(ahead + i * kItemBytes);
         Vec::F query[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) query[r] = Vec::load(q[r] + i);
 #pragma GCC unroll 4
         for (int p = 0; p < kPositions; ++p) {
-            const Vec::F key = Vec::load(keys[p] + i);
+            const Vec::F key = in_register(Vec::load(keys[p] + i));
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) acc[p][r] = Vec::fma(key, query[r], acc[p][r]);
         }
@@ -91,7 +92,11 @@ inline void score_rows(const T* k, int64_t width, int64_t count, float scale, co
     constexpr int kFolded = W / 4, kGroups = kFolded > kRows ? kFolded / kRows : 1;
     constexpr int kFolds = (kGroups * kRows + kFolded - 1) / kFolded;
     for (int64_t at = 0; at < count; at += kGroups * kPositions) {
-        Vec::F sums[kFolds][kPositions][kFolded] = {};
+        Vec::F sums[kFolds][kPositions][kFolded];
+#pragma GCC unroll 4
+        for (int p = 0; p < kPositions; ++p)
+#pragma GCC unroll 4
+            for (int r = kGroups * kRows % kFolded; r % kFolded; ++r) sums[kFolds - 1][p][r] = Vec::zero();
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g) {
             const int64_t first = at + g * kPositions;
@@ -146,7 +151,7 @@ inline void soften(float* weights, int64_t count, float* top, float* sum) {
 template <int kRows, int kColumns, class T>
 inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* weights, float* const* values,
                      int64_t column, const char* ahead) {
-    constexpr int64_t kBytes = kColumns * W * static_cast<int64_t>(sizeof(T));
+    constexpr int64_t kItemBytes = sizeof(T);
     Vec::F acc[kRows][kColumns];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r)
@@ -154,15 +159,13 @@ inline void mix_tile(const T* v, int64_t width, int64_t positions, const float* 
         for (int c = 0; c < kColumns; ++c) acc[r][c] = Vec::load(values[r] + column + c * W);
     for (int64_t p = 0; p < positions; ++p) {
         const T* from = v + p * width + column;
-        if (ahead)
-            for (int64_t byte = 0; byte < kBytes; byte += kLineBytes)
-                prefetch(ahead + (p * width + column) * static_cast<int64_t>(sizeof(T)) + byte);
+        if (ahead) prefetch<kColumns * W * kItemBytes>(ahead + (p * width + column) * kItemBytes);
         Vec::F factor[kRows];
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) factor[r] = Vec::set(weights[r * kAttentionChunk + p]);
 #pragma GCC unroll 8
         for (int c = 0; c < kColumns; ++c) {
-            const Vec::F value = Vec::load(from + c * W);
+            const Vec::F value = in_register(Vec::load(from + c * W));
 #pragma GCC unroll 4
             for (int r = 0; r < kRows; ++r) acc[r][c] = Vec::fma(factor[r], value, acc[r][c]);
         }

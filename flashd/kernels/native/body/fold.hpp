@@ -23,7 +23,7 @@ struct Lanes {
 
 // kLanes / 4 vectors to four lanes of each, one after the other.
 template <int64_t kLanes>
-inline typename Lanes<kLanes>::F fold_to_four(const typename Lanes<kLanes>::F* a) {
+FLASHD_INLINE typename Lanes<kLanes>::F fold_to_four(const typename Lanes<kLanes>::F* a) {
     if constexpr (kLanes == 16) {
         const auto x = FLASHD_SHUFFLE(a[0], a[2], 0, 1, 2, 3, 4, 5, 6, 7, 24, 25, 26, 27, 28, 29, 30, 31) +
                        FLASHD_SHUFFLE(a[0], a[2], 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23);
@@ -42,7 +42,7 @@ inline typename Lanes<kLanes>::F fold_to_four(const typename Lanes<kLanes>::F* a
 
 // Per four lanes: [a a a a] and [b b b b] to [a a b b].
 template <int64_t kLanes>
-inline typename Lanes<kLanes>::F fold_to_two(typename Lanes<kLanes>::F a, typename Lanes<kLanes>::F b) {
+FLASHD_INLINE typename Lanes<kLanes>::F fold_to_two(typename Lanes<kLanes>::F a, typename Lanes<kLanes>::F b) {
     if constexpr (kLanes == 16)
         return FLASHD_SHUFFLE(a, b, 0, 1, 18, 19, 4, 5, 22, 23, 8, 9, 26, 27, 12, 13, 30, 31) +
                FLASHD_SHUFFLE(a, b, 2, 3, 16, 17, 6, 7, 20, 21, 10, 11, 24, 25, 14, 15, 28, 29);
@@ -54,7 +54,7 @@ inline typename Lanes<kLanes>::F fold_to_two(typename Lanes<kLanes>::F a, typena
 
 // Per four lanes: [a a b b] and [c c d d] to [a b c d].
 template <int64_t kLanes>
-inline typename Lanes<kLanes>::F fold_to_one(typename Lanes<kLanes>::F a, typename Lanes<kLanes>::F b) {
+FLASHD_INLINE typename Lanes<kLanes>::F fold_to_one(typename Lanes<kLanes>::F a, typename Lanes<kLanes>::F b) {
     if constexpr (kLanes == 16)
         return FLASHD_SHUFFLE(a, b, 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
                FLASHD_SHUFFLE(a, b, 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
@@ -67,11 +67,13 @@ inline typename Lanes<kLanes>::F fold_to_one(typename Lanes<kLanes>::F a, typena
 #undef FLASHD_SHUFFLE
 
 // Sums of 4 positions' accumulators for W / 4 rows: lane 4 * row + position.
-inline Vec::F fold_tile(const Vec::F (*acc)[W / 4]) {
+FLASHD_INLINE Vec::F fold_tile(const Vec::F (*acc)[W / 4]) {
     using F = Lanes<W>::F;
     F fours[kPositions];
+#pragma GCC unroll 4
     for (int p = 0; p < kPositions; ++p) {
         F rows[W / 4];
+#pragma GCC unroll 4
         for (int r = 0; r < W / 4; ++r) rows[r] = reinterpret_cast<F>(acc[p][r]);
         fours[p] = fold_to_four<W>(rows);
     }

@@ -2,6 +2,17 @@
 
 constexpr int64_t W = Vec::kWidth;
 
+// For what passes vectors in arrays: only inlined do they stay in registers.
+#define FLASHD_INLINE inline __attribute__((always_inline))
+
+// What is used several times. GCC would sooner load it again for every product.
+FLASHD_INLINE Vec::F in_register(Vec::F value) {
+#if defined(__x86_64__)
+    asm("" : "+v"(value));
+#endif
+    return value;
+}
+
 template <class T>
 inline Vec::F load_part(const T* from, int64_t count) {
     T padded[W] = {};
