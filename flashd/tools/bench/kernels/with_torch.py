@@ -63,7 +63,7 @@ class Torch:
         """A copy of activations in the weights' type: torch multiplies like with like."""
         torch = self._torch
         types = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-        return torch.from_numpy(array).to(types[dtype])
+        return self.tensor(array).to(types[dtype])
 
     def linear(self, x: F32Array, dtype: str) -> Callable[[WeightArray], Call]:
         """What makes ``x @ w.T`` of weights ``w`` of a type."""
