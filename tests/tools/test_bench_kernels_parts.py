@@ -14,7 +14,7 @@ import torch as real_torch
 
 from flashd import kernels
 from flashd.errors import FlashdError
-from flashd.tools.bench.kernels import blas, catalog, memory
+from flashd.tools.bench.kernels import blas, catalog, memory, run
 from flashd.tools.bench.kernels.blas import blas_threads
 from flashd.tools.bench.kernels.cases import normal
 from flashd.tools.bench.kernels.memory import Arena, arena_bytes
@@ -45,6 +45,20 @@ def test_size_of_the_arena(l3: int | None, available: int, quick: bool, expected
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(FlashdError, match=r"^700 MiB of memory are available, expected at least 768 MiB"):
         arena_bytes(192 * MIB, False, None, 700 * MIB)
+
+
+def test_a_machine_without_memory_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "available_bytes", lambda: 10 * MIB)
+    with pytest.raises(FlashdError, match=r"^10 MiB of memory are available, expected at least 16 MiB"):
+        bench_kernels(KernelOptions(verbs=("crc32c", "gemm"), quick=True, torch=False))
+
+
+def test_less_memory_than_the_caches_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "available_bytes", lambda: 256 * MIB)
+    monkeypatch.setattr(run, "l3_bytes", lambda: 96 * MIB)
+    report = bench_kernels(KernelOptions(verbs=("topk_union",), batches=(1,), rounds=1, torch=False))
+    assert report.memory_bytes == 64 * MIB
+    assert [note for note in report.notes if "96 MiB and only 64 MiB" in note]
 
 
 def test_a_cgroup_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
