@@ -14,8 +14,8 @@ void set_thread_count(int count);  // starts nothing; the next parallel_for appl
 using Task = void (*)(const void* context, int64_t first, int64_t last, int worker);
 
 // Run `task` over [0, count) in pieces that `workers` threads take as they become free: whole chunks,
-// several at once while there are many left. Chunks must be independent. Runs on the calling thread alone when there is one chunk, or when another thread is
-// using the pool. Call it without the GIL.
+// several at once while there are many left. Chunks must be independent. Runs on the calling thread alone
+// when there is one chunk, or when another thread is using the pool. Call it without the GIL.
 void parallel_for(Task task, const void* context, int64_t count, int64_t chunk, int workers);
 
 // The same for a callable: fn(first, last, worker).

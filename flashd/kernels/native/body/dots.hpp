@@ -23,7 +23,8 @@ void pack_inputs(const float* x, int64_t k, int64_t batch, float* packed) {
 }
 
 // acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; at the
-// rows' start it is overwritten. `count` is a multiple of W. kFetch: fetch as many elements from `ahead` into the cache.
+// rows' start it is overwritten. `count` is a multiple of W. kFetch: fetch as many elements from `ahead`
+// into the cache.
 template <int kRows, int kBatch, bool kFetch, class T>
 inline void dot_block(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
                       int64_t batch, Vec::F* acc) {
