@@ -57,7 +57,7 @@ def test_a_pure_wheel_works_without_a_compiler(
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.endswith("-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "flashd/kernels/twin.py" in names
+    assert "flashd/kernels/twin/__init__.py" in names
     assert {f"flashd/tools/bench/{job}.fio" for job in ("randread", "sequential")} <= set(names)
     assert "flashd_client/__init__.py" in names
     assert not [name for name in names if name.endswith((".so", ".cpp", ".hpp"))]

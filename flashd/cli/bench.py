@@ -16,6 +16,7 @@ from flashd.cli.bench_report import print_io, print_kernels
 from flashd.cli.daemon import JsonOption
 from flashd.cli.render import EXIT_FAILURE, ByteProgress, note, print_error, print_json
 from flashd.errors import ConfigError
+from flashd.tools.bench.kernels.options import VERBS, KernelOptions
 
 _NOTE_INTERVAL_S = 10.0
 _SIZE = re.compile(r"(\d+)(?:([KM])(?:i?B)?)?", re.IGNORECASE)
@@ -116,7 +117,7 @@ def bench_io(
 
 VerbOption = Annotated[
     list[str] | None,
-    typer.Option(help="Some verbs, e.g. gemv,ffn_rows [default: all].", show_default=False),
+    typer.Option(help=f"Some of {', '.join(VERBS)} [default: all].", show_default=False),
 ]
 TypeOption = Annotated[
     list[str] | None,
@@ -134,7 +135,10 @@ def bench_kernels(
     verb: VerbOption = None,
     dtype: TypeOption = None,
     batch: BatchOption = None,
-    rounds: RoundsOption = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(help="How often; medians count [default: 5; 1 if quick].", show_default=False),
+    ] = None,
     threads: Annotated[
         int | None,
         typer.Option(help="Of the kernels, torch and NumPy [default: all cores].", show_default=False),
@@ -162,7 +166,7 @@ def bench_kernels(
     """
     from dataclasses import asdict
 
-    from flashd.tools.bench.kernels.options import KernelOptions, share_threads
+    from flashd.tools.bench.kernels.run import bench_kernels as run
 
     options = KernelOptions(
         verbs=_names(verb),
@@ -173,10 +177,6 @@ def bench_kernels(
         quick=quick,
         torch=not no_torch,
     )
-    if threads is not None:
-        share_threads(threads)
-    from flashd.tools.bench.kernels.run import bench_kernels as run
-
     times = f"{options.rounds} round{'s' * (options.rounds > 1)}"
     report = run(options, _Countdown(lambda: note(f"measuring, {times}; leave the machine alone meanwhile")))
     for text in report.notes:

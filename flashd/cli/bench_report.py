@@ -118,16 +118,15 @@ def _kernel_cells(row: KernelRow) -> list[str]:
         row.dtype,
         "-" if row.batch is None else str(row.batch),
         row.shape,
-        f"{row.gb_per_s:.2f}",
-        _ratio(row.dram_ratio),
-        "-" if row.gflops is None else f"{row.gflops:.1f}",
-        _ratio(row.peak_ratio),
-        _ratio(row.torch_ratio),
+        *map(_three_digits, (row.gb_per_s, row.dram_ratio, row.gflops, row.peak_ratio, row.torch_ratio)),
     ]
 
 
-def _ratio(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _three_digits(value: float | None) -> str:
+    """``12.345`` -> ``12.3``, at most two after the point."""
+    if value is None:
+        return "-"
+    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}"
 
 
 def _kernels_text(report: KernelReport) -> str:

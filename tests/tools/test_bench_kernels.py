@@ -16,6 +16,7 @@ import pytest
 from support import flashd_command, flashd_env
 
 from flashd import kernels
+from flashd.cli.main import main
 from flashd.tools.bench.kernels.options import VERBS
 from flashd.types import NUMPY_DTYPE
 
@@ -149,10 +150,16 @@ def test_filters_threads_and_simd(tmp_path: Path) -> None:
         (("--verb", "rope", "--dtype", "f16", "--batch", "3"), "no case of rope has dtype f16 and batch 3"),
     ],
 )
-def test_wrong_arguments_name_what_is_expected(args: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    done = flashd(tmp_path, *args)
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+def test_wrong_arguments_name_what_is_expected(
+    args: tuple[str, ...], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flashd", "bench", "kernels", *args])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
     assert said in line
 
 

@@ -14,10 +14,11 @@ import torch as real_torch
 
 from flashd import kernels
 from flashd.errors import FlashdError
-from flashd.tools.bench.kernels import catalog, memory
+from flashd.tools.bench.kernels import blas, catalog, memory, run
+from flashd.tools.bench.kernels.blas import blas_threads
 from flashd.tools.bench.kernels.cases import normal
 from flashd.tools.bench.kernels.memory import Arena, arena_bytes
-from flashd.tools.bench.kernels.options import KernelOptions, share_threads
+from flashd.tools.bench.kernels.options import KernelOptions
 from flashd.tools.bench.kernels.run import bench_kernels
 from flashd.tools.bench.kernels.turns import Subject
 from flashd.tools.bench.kernels.with_torch import NoTorch, Torch
@@ -44,6 +45,20 @@ def test_size_of_the_arena(l3: int | None, available: int, quick: bool, expected
 def test_too_little_memory_says_how_much_is_needed() -> None:
     with pytest.raises(FlashdError, match=r"^700 MiB of memory are available, expected at least 768 MiB"):
         arena_bytes(192 * MIB, False, None, 700 * MIB)
+
+
+def test_a_machine_without_memory_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "available_bytes", lambda: 10 * MIB)
+    with pytest.raises(FlashdError, match=r"^10 MiB of memory are available, expected at least 16 MiB"):
+        bench_kernels(KernelOptions(verbs=("crc32c", "gemm"), quick=True, torch=False))
+
+
+def test_less_memory_than_the_caches_hold_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "available_bytes", lambda: 256 * MIB)
+    monkeypatch.setattr(run, "l3_bytes", lambda: 96 * MIB)
+    report = bench_kernels(KernelOptions(verbs=("topk_union",), batches=(1,), rounds=1, torch=False))
+    assert report.memory_bytes == 64 * MIB
+    assert [note for note in report.notes if "96 MiB and only 64 MiB" in note]
 
 
 def test_a_cgroup_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +114,13 @@ def test_a_sample_counts_what_was_timed() -> None:
     made: list[int] = []
     subject = Subject([lambda i=i: made.append(i) for i in range(16)], 4096, [1e6] * 16)
     subject.calibrate(arena, 0.0)
-    assert (subject.count, made) == (1, [0, 1])
+    assert (subject.count, made) == (1, [0])
+    subject.calibrate(arena, 0.1)
+    assert subject.count > 1
     subject.count = 5
+    made.clear()
     subject.sample(arena, 0.0)
-    assert made == list(range(8)), "one call before the clock, five on it"
+    assert made == list(range(4, 10)), "one call before the clock, five on it"
     (seconds,), (gb_per_s,) = subject.seconds, subject.gb_per_s
     assert gb_per_s == pytest.approx(1e6 / seconds / 1e9)
 
@@ -115,10 +133,10 @@ def test_threads_are_put_back() -> None:
 
 
 def test_what_torch_cannot_do_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> Any:
+    def refused() -> None:
         raise RuntimeError("not implemented for 'Half'")
 
-    monkeypatch.setattr(Torch, "linear", lambda *_: refused)
+    monkeypatch.setattr(Torch, "linear", lambda *_: lambda w: refused)
     options = KernelOptions(verbs=("gemv",), dtypes=("f16",), batches=(1,), rounds=1, quick=True)
     report = bench_kernels(options)
     assert {row.torch_ratio for row in report.rows} == {None}
@@ -131,14 +149,17 @@ def test_a_broken_torch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
         Torch(1)
 
 
-def test_blas_is_told_before_numpy_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not share_threads(3), "NumPy is here already"
-    monkeypatch.delitem(sys.modules, "numpy")
-    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "7")
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.setenv("MKL_NUM_THREADS", "7")
-    assert share_threads(3)
-    assert memory.os.environ["OPENBLAS_NUM_THREADS"] == "3"
+def test_blas_takes_the_threads_it_is_told(tmp_path: Path) -> None:
+    wheels = [lib for lib in blas._libraries(blas._MAPS) if blas._has(lib, blas._NAMES[0])]
+    before = [library.scipy_openblas_get_num_threads64_() for library in wheels]
+    with blas_threads(1) as known:
+        assert known or not wheels
+        assert [library.scipy_openblas_get_num_threads64_() for library in wheels] == [1] * len(wheels)
+    assert [library.scipy_openblas_get_num_threads64_() for library in wheels] == before
+    maps = tmp_path / "maps"
+    maps.write_text("7f0-7f1 r-xp 00000000 08:01 5 /usr/lib/libm.so.6\n7f2-7f3 rw-p 0 0:0 0\n")
+    with blas_threads(1, maps) as known:
+        assert not known
 
 
 CASES = [
@@ -158,8 +179,7 @@ def test_torch_does_the_same_work(case: Any) -> None:
     case.ours(part)()
     torch = Torch(kernels.threads())
     with torch.inference():
-        call = case.torch(torch, part)
-        assert call is not None
+        (call,) = case.torch(torch, [part])
         theirs = call()
     assert isinstance(theirs, real_torch.Tensor)
     ours = case._out
@@ -183,5 +203,5 @@ def test_torch_computes_an_ffn() -> None:
     kernels.ffn_down(window, "f32", d, True, h, acc)
     torch = Torch(1)
     with torch.inference():
-        theirs: Any = torch.ffn(up, gate, down, x)()
+        theirs: Any = torch.ffn(x, "f32")(up, gate, down)()
     np.testing.assert_allclose(acc, theirs.numpy(), rtol=1e-3, atol=1e-2)

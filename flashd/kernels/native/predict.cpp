@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -77,32 +78,33 @@ uint32_t sort_key(float score) {
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// active[i] = whether scores[i] is among the k highest; of equal ones the first win.
-void mark_highest(const float* scores, int64_t n, int64_t k, uint8_t* active) {
-    // The k-th highest key, from its top digits to its last: count the digits among keys that agree so far.
-    constexpr int kDigitBits[] = {11, 11, 10};
-    uint32_t prefix = 0, mask = 0;
-    int64_t wanted = k;  // keys still to find among those that agree
-    int shift = 32;
-    for (const int bits : kDigitBits) {
-        shift -= bits;
-        int64_t counts[1 << 11] = {};
-        const uint32_t digits = (1u << bits) - 1;
-        for (int64_t i = 0; i < n; ++i) {
-            const uint32_t key = sort_key(scores[i]);
-            counts[(key >> shift) & digits] += (key & mask) == prefix;
-        }
-        uint32_t digit = digits;
-        for (; counts[digit] < wanted; --digit) wanted -= counts[digit];
-        prefix |= digit << shift;
-        mask |= digits << shift;
-    }
+// active[i] = whether scores[i] is among the k highest; of equal ones the first win. keys, candidates: [n].
+void mark_highest(const float* scores, int64_t n, int64_t k, uint32_t* keys, uint32_t* candidates, uint8_t* active) {
+    // Scores crowd into few leading digits: two counters each, so that one need not wait for the other.
+    constexpr int kShift = 21;
+    int64_t counts[2][1 << (32 - kShift)] = {};
+    for (int64_t i = 0; i < n; ++i) keys[i] = sort_key(scores[i]);
+    for (int64_t i = 0; i < n; ++i) ++counts[i & 1][keys[i] >> kShift];
+    int64_t wanted = k;  // keys still to find among those with that digit
+    uint32_t digit = (1u << (32 - kShift)) - 1;
+    for (; counts[0][digit] + counts[1][digit] < wanted; --digit) wanted -= counts[0][digit] + counts[1][digit];
+    int64_t count = 0;
     for (int64_t i = 0; i < n; ++i) {
-        const uint32_t key = sort_key(scores[i]);
-        const bool last_place = key == prefix && wanted > 0;
-        wanted -= last_place;
-        active[i] = key > prefix || last_place;
+        candidates[count] = keys[i];
+        count += keys[i] >> kShift == digit;
     }
+    std::nth_element(candidates, candidates + wanted - 1, candidates + count, std::greater<uint32_t>());
+    const uint32_t lowest = candidates[wanted - 1];
+    int64_t ties = k;  // of the lowest key, so many have a place
+    for (int64_t i = 0; i < n; ++i) {
+        active[i] = keys[i] > lowest;
+        ties -= active[i];
+    }
+    for (int64_t i = 0; ties > 0; ++i)
+        if (keys[i] == lowest) {
+            active[i] = 1;
+            --ties;
+        }
 }
 
 nb::tuple topk_union(nb::handle scores_, int64_t k) {
@@ -112,9 +114,11 @@ nb::tuple topk_union(nb::handle scores_, int64_t k) {
     if (k < 1 || k > n)
         raise_value("topk_union: k is " + std::to_string(k) + ", expected 1.." + std::to_string(n));
     const std::unique_ptr<uint8_t[]> active(new uint8_t[static_cast<size_t>(batch * n)]);
+    const std::unique_ptr<uint32_t[]> keys(new uint32_t[static_cast<size_t>(2 * batch * n)]);
     const auto sequences = [&](int64_t first, int64_t last, int) {
         for (int64_t b = first; b < last; ++b)
-            mark_highest(scores.data<float>() + b * n, n, k, active.get() + b * n);
+            mark_highest(scores.data<float>() + b * n, n, k, keys.get() + 2 * b * n, keys.get() + (2 * b + 1) * n,
+                         active.get() + b * n);
     };
     {
         const nb::gil_scoped_release no_gil;

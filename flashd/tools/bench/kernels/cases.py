@@ -7,7 +7,7 @@ activations do. Sizes are those of models of 1 to 7 billion parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,9 @@ class Case(ABC):
     def ours(self, memory: U8Array) -> Call:
         """The verb's call on a piece of cold memory."""
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call | None:
-        """The same with torch; None where it has nothing like it."""
-        del torch, memory
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call] | None:
+        """The same with torch, a call for each piece; None where it has nothing like it."""
+        del torch, parts
         return None
 
     def counted_bytes(self, memory: U8Array) -> int:
@@ -97,9 +97,9 @@ class ReadAll(Case):
         """See ``Case``."""
         return lambda: kernels.read_all(memory)
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
         """See ``Case``."""
-        return torch.read(memory)
+        return [torch.read(part) for part in parts]
 
 
 class Gemv(Case):
@@ -132,9 +132,10 @@ class Gemv(Case):
         w, x, out = weights(memory, self.dtype, self._n, self._k), self._x, self._out
         return lambda: verb(w, x, out)
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
         """See ``Case``."""
-        return torch.linear(weights(memory, self.dtype, self._n, self._k), self._x)
+        make = torch.linear(self._x, self.dtype)
+        return [make(weights(part, self.dtype, self._n, self._k)) for part in parts]
 
 
 class Predict(Case):
@@ -216,9 +217,10 @@ class Attention(Case):
         k, v = self._keys_values(memory)
         return lambda: kernels.attention(self._q, k, v, self._length, self._scale, self._out)
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
         """See ``Case``."""
-        return torch.attention(self._q, *self._keys_values(memory), self._scale)
+        make = torch.attention(self._q, self.dtype, self._length, self._scale)
+        return [make(*self._keys_values(part)) for part in parts]
 
 
 class Norm(Case):
@@ -241,12 +243,12 @@ class Norm(Case):
             return lambda: kernels.rmsnorm(x, self._weight, EPS, self._out)
         return lambda: kernels.layernorm(x, self._weight, self._bias, EPS, self._out)
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call | None:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call] | None:
         """See ``Case``."""
-        x = weights(memory, "f32", self._tokens, self._d)
-        if self.verb == "rmsnorm":
-            return torch.rmsnorm(x, self._weight, EPS)
-        return torch.layernorm(x, self._weight, self._bias, EPS)
+        all_x = [weights(part, "f32", self._tokens, self._d) for part in parts]
+        if self.verb == "layernorm":
+            return [torch.layernorm(x, self._weight, self._bias, EPS) for x in all_x]
+        return [torch.rmsnorm(x, self._weight, EPS) for x in all_x] if torch.has_rmsnorm else None
 
 
 class Rope(Case):
@@ -303,6 +305,6 @@ class Convert(Case):
         verb = kernels.to_f32 if self.verb == "to_f32" else kernels.from_f32
         return lambda: verb(src, self._out)
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
         """See ``Case``."""
-        return torch.convert(weights(memory, self._types[0], self._elements), self._out)
+        return [torch.convert(weights(part, self._types[0], self._elements), self._out) for part in parts]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from flashd import kernels
@@ -38,7 +40,6 @@ class FfnRows(Case):
         )
         self._kind, self._sequences, self._n, self._d, self._gated = dtype, batch, n, d, gated
         self._activation: Activation = "silu" if gated else "relu"
-        self._all = listed == n
         self._listed = listed
         # A prompt takes whole windows, without a list.
         chosen = np.sort(np.random.default_rng(2).permutation(n)[:listed])
@@ -74,12 +75,16 @@ class FfnRows(Case):
         fired = self._dots(memory.reshape(self._n, -1))
         return ((self._vectors - 1) * self._listed + fired) * self._row_bytes
 
-    def torch(self, torch: Torch, memory: U8Array) -> Call | None:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call] | None:
         """See ``Case``: dense layers over the same memory, so only where all rows are listed."""
-        if not self._all:
+        if self._listed < self._n:
             return None
+        make = torch.ffn(self._x, self._kind)
         size = self._n * self._row_bytes
-        up, *gate, down = (
-            weights(memory[i * size :], self._kind, self._n, self._d) for i in range(self._vectors)
-        )
-        return torch.ffn(up, gate[0] if gate else None, down.reshape(self._d, self._n), self._x)
+        calls = []
+        for part in parts:
+            up, *gate, down = (
+                weights(part[i * size :], self._kind, self._n, self._d) for i in range(self._vectors)
+            )
+            calls.append(make(up, gate[0] if gate else None, down.reshape(self._d, self._n)))
+        return calls

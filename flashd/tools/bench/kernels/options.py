@@ -1,9 +1,7 @@
-"""What ``flashd bench kernels`` is asked to measure. Imports no NumPy: see ``share_threads``."""
+"""What ``flashd bench kernels`` is asked to measure."""
 
 from __future__ import annotations
 
-import os
-import sys
 from dataclasses import dataclass
 
 from flashd.errors import ConfigError
@@ -15,7 +13,6 @@ VERBS = (
 DTYPES = ("f32", "f16", "bf16", "u8")
 MAX_THREADS = 256
 MAX_ROUNDS = 1000
-_BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -60,15 +57,3 @@ class KernelOptions:
             and (self.dtypes is None or dtype in self.dtypes)
             and (self.batches is None or batch in self.batches)
         )
-
-
-def share_threads(threads: int) -> bool:
-    """Give NumPy's BLAS so many threads. It asks the environment, and only when NumPy is imported.
-
-    Returns:
-        False if NumPy was imported before: its BLAS keeps the threads that it has.
-    """
-    if "numpy" in sys.modules:
-        return False
-    os.environ.update(dict.fromkeys(_BLAS_THREADS, str(threads)))
-    return True

@@ -21,6 +21,7 @@ import numpy as np
 from flashd import kernels
 from flashd.errors import ConfigError
 from flashd.tools.bench.kernels import catalog
+from flashd.tools.bench.kernels.blas import blas_threads
 from flashd.tools.bench.kernels.cases import Case, normal
 from flashd.tools.bench.kernels.memory import (
     Arena,
@@ -38,7 +39,7 @@ Progress = Callable[[int, int], None]
 
 # Of each sample; a call that takes longer is a sample of its own.
 _SAMPLE_S = 0.03
-_QUICK_SAMPLE_S = 0.002
+_QUICK_SAMPLE_S = 0.0  # one call
 # OpenMP's and OpenBLAS's threads burn a core for about that long after their work.
 _SETTLE_S = 0.03
 _QUICK_SETTLE_S = 0.002
@@ -98,12 +99,9 @@ class _Bench:
         """torch, ready to take turns; None if it has no such operation, or not for this type."""
         if self.torch is None:
             return None
-        calls = []
-        for part in self.arena.parts(case.nbytes):
-            call = case.torch(self.torch, part)
-            if call is None:
-                return None
-            calls.append(call)
+        calls = case.torch(self.torch, self.arena.parts(case.nbytes))
+        if calls is None:
+            return None
         subject = Subject(calls, case.nbytes, counted, foreign=True)
         try:
             subject.calibrate(self.arena, self.sample_s)
@@ -140,6 +138,7 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         before = kernels.threads()
         stack.callback(kernels.set_threads, before)
         kernels.set_threads(options.threads or before)
+        blas = stack.enter_context(blas_threads(kernels.threads()))
         torch, no_torch = _find_torch(options)
         if torch is not None:
             stack.enter_context(torch.inference())
@@ -148,6 +147,8 @@ def bench_kernels(options: KernelOptions, measuring: Progress = lambda done, tot
         arena = Arena(arena_bytes(largest, options.quick, l3, available_bytes()))
         bench = _Bench(options, arena, torch, [no_torch] if no_torch else [])
         bench.notes += _about(options, arena.memory.size, l3)
+        if not blas and any(case.compute_bound for case in chosen.values()):
+            bench.notes.append("NumPy's BLAS is no OpenBLAS and takes the threads that it wants")
         # A collector's pass over everything that was imported is no kernel's work.
         gc.collect()
         gc.freeze()

@@ -29,6 +29,7 @@ class Torch:
 
     Attributes:
         version: as it calls itself.
+        has_rmsnorm: whether it knows ``rms_norm``, as it does since 2.4.
 
     Raises:
         NoTorch: it is not installed, or cannot be imported.
@@ -45,6 +46,7 @@ class Torch:
         torch.set_num_threads(threads)
         self._torch = torch
         self.version = str(torch.__version__)
+        self.has_rmsnorm = hasattr(torch.nn.functional, "rms_norm")
 
     def inference(self) -> AbstractContextManager[Any]:
         """A block without gradients; all calls belong into one."""
@@ -54,66 +56,87 @@ class Torch:
         """The array's own memory as a tensor; uint16 is bfloat16."""
         if array.dtype == np.uint16:
             return self._torch.from_numpy(array.view(np.int16)).view(self._torch.bfloat16)
-        return self._torch.from_numpy(array)
+        tensor: torch.Tensor = self._torch.from_numpy(array)
+        return tensor
 
-    def like(self, array: F32Array, weights: WeightArray) -> torch.Tensor:
+    def like(self, array: F32Array, dtype: str) -> torch.Tensor:
         """A copy of activations in the weights' type: torch multiplies like with like."""
-        return self._torch.from_numpy(array).to(self.tensor(weights).dtype)
+        torch = self._torch
+        types = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+        return self.tensor(array).to(types[dtype])
 
-    def linear(self, w: WeightArray, x: F32Array) -> Call:
-        """``x @ w.T``."""
+    def linear(self, x: F32Array, dtype: str) -> Callable[[WeightArray], Call]:
+        """What makes ``x @ w.T`` of weights ``w`` of a type."""
         linear = self._torch.nn.functional.linear
-        weights, inputs = self.tensor(w), self.like(x, w)
-        return lambda: linear(inputs, weights)
+        inputs = self.like(x, dtype)
 
-    def ffn(self, up: WeightArray, gate: WeightArray | None, down: WeightArray, x: F32Array) -> Call:
-        """An FFN of dense layers.
+        def with_weights(w: WeightArray) -> Call:
+            weights = self.tensor(w)
+            return lambda: linear(inputs, weights)
+
+        return with_weights
+
+    def ffn(self, x: F32Array, dtype: str) -> Callable[[WeightArray, WeightArray | None, WeightArray], Call]:
+        """What makes an FFN of dense layers.
 
         Args:
-            up: ``[n, d]``.
-            gate: ``[n, d]`` for SiLU of it times up; None for ReLU of up.
-            down: ``[d, n]``.
             x: ``[T, d]``.
+            dtype: of the weights.
+
+        Returns:
+            A function of ``up`` ``[n, d]``, ``gate`` ``[n, d]`` (SiLU of it times up) or None (ReLU of up),
+            and ``down`` ``[d, n]``.
         """
         functional = self._torch.nn.functional
-        inputs, ups, downs = self.like(x, up), self.tensor(up), self.tensor(down)
-        if gate is None:
-            return lambda: functional.linear(functional.relu(functional.linear(inputs, ups)), downs)
-        gates = self.tensor(gate)
+        inputs = self.like(x, dtype)
 
-        def gated() -> object:
-            h = functional.silu(functional.linear(inputs, gates)) * functional.linear(inputs, ups)
-            return functional.linear(h, downs)
+        def with_weights(up: WeightArray, gate: WeightArray | None, down: WeightArray) -> Call:
+            ups, downs = self.tensor(up), self.tensor(down)
+            if gate is None:
+                return lambda: functional.linear(functional.relu(functional.linear(inputs, ups)), downs)
+            gates = self.tensor(gate)
 
-        return gated
+            def gated() -> object:
+                h = functional.silu(functional.linear(inputs, gates)) * functional.linear(inputs, ups)
+                return functional.linear(h, downs)
 
-    def attention(self, q: F32Array, k: WeightArray, v: WeightArray, scale: float) -> Call:
-        """Causal attention of the last ``T`` of ``length`` positions.
+            return gated
+
+        return with_weights
+
+    def attention(
+        self, q: F32Array, dtype: str, length: int, scale: float
+    ) -> Callable[[WeightArray, WeightArray], Call]:
+        """What makes causal attention of the last ``T`` of ``length`` positions.
 
         Args:
             q: ``[T, H, hd]``.
-            k, v: ``[n_kv, length, hd]``.
+            dtype: of keys and values.
+            length: of the cache.
             scale: factor of the scores.
+
+        Returns:
+            A function of keys and values, each ``[n_kv, length, hd]``.
         """
         torch = self._torch
         attend = torch.nn.functional.scaled_dot_product_attention
         tokens, heads, _ = q.shape
-        length = k.shape[1]
-        queries = self.like(q, k).transpose(0, 1).contiguous()[None]
-        keys, values = self.tensor(k)[None], self.tensor(v)[None]
+        queries = self.like(q, dtype).transpose(0, 1).contiguous()[None]
         causal = 1 < tokens == length  # it counts from the first key: right only without a past
         mask = None
         if 1 < tokens < length:
             mask = torch.ones(tokens, length, dtype=torch.bool).tril(length - tokens)
-        return lambda: attend(
-            queries, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=heads != len(k)
-        )
 
-    def rmsnorm(self, x: F32Array, weight: F32Array, eps: float) -> Call | None:
-        """Over the last axis; None where this torch does not know it."""
-        norm = getattr(self._torch.nn.functional, "rms_norm", None)
-        if norm is None:
-            return None
+        def with_cache(k: WeightArray, v: WeightArray) -> Call:
+            keys, values = self.tensor(k)[None], self.tensor(v)[None]
+            gqa = heads != len(k)
+            return lambda: attend(queries, keys, values, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
+
+        return with_cache
+
+    def rmsnorm(self, x: F32Array, weight: F32Array, eps: float) -> Call:
+        """Over the last axis, where ``has_rmsnorm``."""
+        norm = self._torch.nn.functional.rms_norm
         inputs, weights = self.tensor(x), self.tensor(weight)
         return lambda: norm(inputs, weights.shape, weights, eps)
 
