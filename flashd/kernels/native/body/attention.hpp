@@ -116,7 +116,8 @@ inline void score_rows(const T* k, int64_t width, int64_t count, float scale, co
 #pragma GCC unroll 4
         for (int p = 0; p < kPositions; ++p)
 #pragma GCC unroll 4
-            for (int r = kGroups * kRows % kFolded; r % kFolded; ++r) sums[kFolds - 1][p][r] = Vec::zero();
+            for (int r = 0; r < kFolded; ++r)
+                if ((kFolds - 1) * kFolded + r >= kGroups * kRows) sums[kFolds - 1][p][r] = Vec::zero();
 #pragma GCC unroll 4
         for (int g = 0; g < kGroups; ++g) {
             const int64_t first = at + g * kPositions;
@@ -291,7 +292,8 @@ void attend_chunks(const AttentionArgs& a, const AttentionParts& parts, int64_t 
         const T* v = static_cast<const T*>(a.v) + offset_of(item);
         const T* next = item + 1 < last ? static_cast<const T*>(a.k) + offset_of(item + 1) : nullptr;
         const Stream keys{reinterpret_cast<const char*>(k), positions * row_bytes, reinterpret_cast<const char*>(v)};
-        const Stream values{reinterpret_cast<const char*>(v), positions * row_bytes, reinterpret_cast<const char*>(next)};
+        const Stream values{reinterpret_cast<const char*>(v), positions * row_bytes,
+                            reinterpret_cast<const char*>(next)};
         for (int64_t row = 0; row < rows;) {
             row = gather_rows(a, parts, kv_head, chunk, row, block);
             attend_block(a, parts, k, v, positions, keys, values, block);
