@@ -194,6 +194,10 @@ def test_nan_and_inf(verbs: ModuleType, value: float, place: int, batch: int) ->
     verbs.ffn_down(np.ones((7, 74), np.float16).view(np.uint8), "f16", 37, False, h, acc)
     np.testing.assert_array_equal(acc[0], np.full(37, value))
     np.testing.assert_array_equal(acc[1:], np.full((batch - 1, 37), 7))
+    h[1:, 3] = 0  # and where no other token makes the row be read
+    acc[:] = 0
+    verbs.ffn_down(np.ones((7, 74), np.float16).view(np.uint8), "f16", 37, False, h, acc)
+    np.testing.assert_array_equal(acc[0], np.full(37, value))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 16, 40])

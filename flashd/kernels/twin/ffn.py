@@ -9,7 +9,7 @@ import numpy as np
 
 from flashd.kernels import check
 from flashd.kernels.twin.common import BoolArray, blocks, dots, picked, widen
-from flashd.types import NUMPY_DTYPE, Activation, DType, F32Array, I64Array, U8Array
+from flashd.types import NUMPY_DTYPE, Activation, DType, F32Array, I64Array, U8Array, WeightArray
 
 
 def ffn_dots(
@@ -106,10 +106,7 @@ def ffn_down(
     listed = np.arange(count) if index is None else index
     with np.errstate(all="ignore"):
         if len(h) > check.MAX_BATCH:
-            fired = np.flatnonzero((h != 0).any(axis=0))
-            for start, stop in blocks(len(fired), d):
-                for j, row in zip(fired[start:stop], widen(weights[listed[fired[start:stop]]]), strict=True):
-                    acc += h[:, j, None] * row
+            _down_of_many(weights, listed, h, acc)
             return
         for b in range(len(h)):
             fired = np.flatnonzero(h[b] != 0)  # NaN counts as fired
@@ -180,6 +177,21 @@ class _Dots:
         y = np.empty((len(self.x), len(block)), np.float32)
         dots(block, self.x, y)
         return y if bias is None else y + bias[ids]
+
+
+def _down_of_many(weights: WeightArray, listed: I64Array, h: F32Array, acc: F32Array) -> None:
+    """One row after the other for a block of tokens, whose sums stay in the cache."""
+    fired = np.flatnonzero((h != 0).any(axis=0))
+    d = acc.shape[1]
+    for start, stop in blocks(len(fired), d):
+        columns = fired[start:stop]
+        rows = widen(weights[listed[columns]])
+        for first, last in blocks(len(acc), d):
+            factors = np.ascontiguousarray(h[first:last, columns].T)[:, :, None]
+            sums, term = acc[first:last], np.empty((last - first, d), np.float32)
+            for factor, row in zip(factors, rows, strict=True):
+                np.multiply(factor, row, out=term)
+                np.add(sums, term, out=sums)
 
 
 def _activate(activation: Activation, x: F32Array) -> F32Array:
