@@ -140,9 +140,10 @@ def ascending(verb: str, name: str, numbers: npt.NDArray[np.int64], limit: int) 
 
 def threshold(verb: str, value: float) -> np.float32:
     """The float32 below which activations count as 0; ``ValueError`` unless 0 <= value < infinity."""
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{verb}: threshold is {float(value)!r}, expected a finite number of at least 0")
-    return _f32(value)
+    rounded = _f32(value)
+    if not (math.isfinite(rounded) and value >= 0):
+        raise ValueError(f"{verb}: threshold is {float(value)!r}, expected a finite float32 of at least 0")
+    return rounded
 
 
 def number(verb: str, name: str, value: float) -> np.float32:

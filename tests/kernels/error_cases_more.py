@@ -139,28 +139,33 @@ MORE_CASES: dict[str, Case] = {
     ),
     "threshold below zero": (
         ValueError,
-        "ffn_dots: threshold is -0.5, expected a finite number of at least 0",
+        "ffn_dots: threshold is -0.5, expected a finite float32 of at least 0",
         lambda m: dots(m, threshold=-0.5),
     ),
     "threshold just below zero": (
         ValueError,
-        "ffn_dots: threshold is -5e-324, expected a finite number of at least 0",
+        "ffn_dots: threshold is -5e-324, expected a finite float32 of at least 0",
         lambda m: dots(m, threshold=-5e-324),
     ),
     "threshold of an integer": (
         ValueError,
-        "ffn_dots: threshold is -1.0, expected a finite number of at least 0",
+        "ffn_dots: threshold is -1.0, expected a finite float32 of at least 0",
         lambda m: dots(m, threshold=-1),
     ),
     "threshold of nan": (
         ValueError,
-        "ffn_dots: threshold is nan, expected a finite number of at least 0",
+        "ffn_dots: threshold is nan, expected a finite float32 of at least 0",
         lambda m: dots(m, threshold=float("nan")),
     ),
     "threshold of infinity": (
         ValueError,
-        "ffn_dots: threshold is inf, expected a finite number of at least 0",
+        "ffn_dots: threshold is inf, expected a finite float32 of at least 0",
         lambda m: dots(m, threshold=float("inf")),
+    ),
+    "threshold beyond float32": (
+        ValueError,
+        "ffn_dots: threshold is 1e+300, expected a finite float32 of at least 0",
+        lambda m: dots(m, threshold=1e300),
     ),
     "index of down": (
         ValueError,

@@ -49,10 +49,10 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
     const Array rows = neuron_rows(verb, rows_, dtype, d, gated, args);
     const Array index = row_index(verb, index_, args);
     args.activation = activation_named(verb, activation);
-    if (!std::isfinite(threshold) || threshold < 0)
-        raise_value(std::string(verb) + ": threshold is " + number(threshold) +
-                    ", expected a finite number of at least 0");
     args.threshold = static_cast<float>(threshold);
+    if (!std::isfinite(args.threshold) || threshold < 0)
+        raise_value(std::string(verb) + ": threshold is " + number(threshold) +
+                    ", expected a finite float32 of at least 0");
     const Shape x_shape{Axis::tokens(), d};
     const Array x(verb, "x", x_, {Type::f32}, &x_shape);
     const Array slots = Array::optional(verb, "slots", slots_, {Type::i64}, {args.count});
