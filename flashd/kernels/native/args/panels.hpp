@@ -16,7 +16,7 @@ struct GemmArgs {
 };
 
 // Steps of a sum between two visits of its accumulators to memory; keys between two maxima of a softmax.
-constexpr int64_t kPanelSteps = 256;
+constexpr int64_t kPanelSteps = 192;
 // Outputs (rows of weights; columns in the down projection) that a thread computes at a time.
 constexpr int64_t kPanelOutputs = 96;
 // Blocks of tokens that it computes them for.
