@@ -36,13 +36,13 @@ struct PanelPlan {
 
     int64_t first_vector(int64_t block) const { return block * vectors / blocks; }
     int64_t lanes(int64_t block) const { return (first_vector(block + 1) - first_vector(block)) * width; }
-    // The same of any matrix with rows of tokens.
+    // Where a block starts in a matrix of `rows` rows that lies like `packed`.
     int64_t block_offset(int64_t block, int64_t rows) const { return first_vector(block) * width * rows; }
 };
 
 struct PackArgs {
-    const float* x;          // [tokens, columns]
-    const int64_t* listed;   // [steps] columns to pack, ascending, or null: all
+    const float* x;         // [tokens, columns]
+    const int64_t* listed;  // [steps] columns to pack, ascending, or null: all
     int64_t columns;
     float* packed;
 };
