@@ -16,7 +16,7 @@ struct GemmArgs {
 };
 
 // Steps of a sum between two visits of its accumulators to memory; keys between two maxima of a softmax.
-constexpr int64_t kPanelSteps = 256;
+constexpr int64_t kPanelSteps = 192;
 // Outputs (rows of weights; columns in the down projection) that a thread computes at a time.
 constexpr int64_t kPanelOutputs = 96;
 // Blocks of tokens that it computes them for.
@@ -36,13 +36,13 @@ struct PanelPlan {
 
     int64_t first_vector(int64_t block) const { return block * vectors / blocks; }
     int64_t lanes(int64_t block) const { return (first_vector(block + 1) - first_vector(block)) * width; }
-    // The same of any matrix with rows of tokens.
+    // Where a block starts in a matrix of `rows` rows that lies like `packed`.
     int64_t block_offset(int64_t block, int64_t rows) const { return first_vector(block) * width * rows; }
 };
 
 struct PackArgs {
-    const float* x;          // [tokens, columns]
-    const int64_t* listed;   // [steps] columns to pack, ascending, or null: all
+    const float* x;         // [tokens, columns]
+    const int64_t* listed;  // [steps] columns to pack, ascending, or null: all
     int64_t columns;
     float* packed;
 };

@@ -3,6 +3,10 @@
 // Every result is one chain of fused operations over ascending steps, in a lane of its own: its bits
 // depend neither on the tile and the block that it is computed in nor on the other tokens.
 
+// A range of outputs ends with a full tile, unless it is the last; panel_outputs() and panel() know these sizes.
+static_assert(kPanelOutputs % Vec::kPanelRows == 0 && Vec::kPanelRows > 4 && Vec::kPanelRows <= kPanelSpare);
+static_assert(Vec::kPanelVectors == 2 || Vec::kPanelVectors == 4);
+
 // Weights as float32, in scratch: where output o meets step s is weights[o * kOutput + s * kStep].
 struct ByOutput {  // rows of weights are outputs: dot products
     static constexpr int64_t kOutput = kPanelSteps, kStep = 1;
@@ -76,7 +80,8 @@ inline void widen_row(const T* from, int64_t count, float* to) {
 template <int kWrite = 0, class T>
 inline void fetch(const T* from, int64_t count) {
     const char* bytes = reinterpret_cast<const char*>(from);
-    for (int64_t at = 0; at < count * static_cast<int64_t>(sizeof(T)); at += 64) __builtin_prefetch(bytes + at, kWrite, 2);
+    const int64_t size = count * static_cast<int64_t>(sizeof(T));
+    for (int64_t at = 0; at < size; at += 64) __builtin_prefetch(bytes + at, kWrite, 2);
 }
 
 using Quad = float __attribute__((vector_size(16)));
