@@ -84,10 +84,10 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
 
 void run_down(const DownArgs& args) {
     if (args.batch > kMaxBatch) return ffn_down_prompt(args);
-    // Wide pieces of rows, yet something left to share. In a batch every piece looks through all of h.
+    // One piece of columns for each thread: the wider a piece, the longer are the runs of memory that it reads, and
+    // in a batch every piece looks through all of h.
     const int workers = thread_count();
-    const int64_t pieces = (args.batch == 1 ? 2 : 1) * workers;
-    const int64_t share = ((args.d + pieces - 1) / pieces + 63) / 64 * 64;
+    const int64_t share = ((args.d + workers - 1) / workers + 63) / 64 * 64;
     const Level& at = level();
     parallel_for([&](int64_t first, int64_t last, int) { at.rows.ffn_down(args, first, last); }, args.d,
                  share > kMinDownColumns ? share : kMinDownColumns, workers);

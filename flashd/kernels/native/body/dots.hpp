@@ -24,17 +24,18 @@ void pack_inputs(const float* x, int64_t k, int64_t batch, float* packed) {
 
 // acc[r * batch + b] += the products of `count` elements of row r and of sequence b, lane by lane; at the
 // rows' start it is overwritten. `count` is a multiple of W. kFetch: fetch as many elements from `ahead`
-// into the cache.
+// into the L1 cache, and for few sequences, which compute too little meanwhile, from `far` into the L2 cache.
 template <int kRows, int kBatch, bool kFetch, class T>
-inline void dot_block(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+inline void dot_block(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
                       int64_t batch, Vec::F* acc) {
     constexpr int64_t kLine = 64 / sizeof(T);
     Vec::F sums[kRows][kBatch];
-    const T *row[kRows], *next[kRows];
+    const T *row[kRows], *next[kRows], *beyond[kRows];
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; ++r) {
         row[r] = rows[r] + at;
         next[r] = ahead[r];
+        beyond[r] = far[r];
 #pragma GCC unroll 8
         for (int b = 0; b < kBatch; ++b) sums[r][b] = at ? acc[r * batch + b] : Vec::zero();
     }
@@ -54,7 +55,10 @@ inline void dot_block(const T* const* rows, const T* const* ahead, const float* 
     int64_t i = 0;
     for (; i + kLine <= count; i += kLine) {
 #pragma GCC unroll 8
-        for (int r = 0; kFetch && r < kRows; ++r) __builtin_prefetch(next[r] + i);
+        for (int r = 0; kFetch && r < kRows; ++r) {
+            __builtin_prefetch(next[r] + i);
+            if (kBatch <= 2) __builtin_prefetch(beyond[r] + i, 0, 2);
+        }
 #pragma GCC unroll 8
         for (int64_t v = 0; v < kLine; v += W) step(i + v);
     }
@@ -72,29 +76,29 @@ inline int64_t sequences_at_once(int64_t left) {
 
 // A tile's rows, as many at a time as the registers hold with kBatch sequences.
 template <int kBatch, bool kFetch, class T>
-inline void dot_tile(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+inline void dot_tile(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
                      int64_t batch, Vec::F* acc) {
     constexpr int kRows = kBatch <= Vec::kFewBatch ? 4 : 2;
     for (int r = 0; r < kRowTile; r += kRows)
-        dot_block<kRows, kBatch, kFetch>(rows + r, ahead + r, x, at, count, batch, acc + r * batch);
+        dot_block<kRows, kBatch, kFetch>(rows + r, ahead + r, far + r, x, at, count, batch, acc + r * batch);
 }
 
 template <bool kFetch, class T>
-inline void dot_sequences(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+inline void dot_sequences(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
                           int64_t batch, int64_t at_once, Vec::F* acc) {
     if (at_once == Vec::kManyBatch)
-        dot_tile<Vec::kManyBatch, kFetch>(rows, ahead, x, at, count, batch, acc);
+        dot_tile<Vec::kManyBatch, kFetch>(rows, ahead, far, x, at, count, batch, acc);
     else if (at_once == 4)
-        dot_tile<4, kFetch>(rows, ahead, x, at, count, batch, acc);
+        dot_tile<4, kFetch>(rows, ahead, far, x, at, count, batch, acc);
     else if (at_once == 2)
-        dot_tile<2, kFetch>(rows, ahead, x, at, count, batch, acc);
+        dot_tile<2, kFetch>(rows, ahead, far, x, at, count, batch, acc);
     else
-        dot_tile<1, kFetch>(rows, ahead, x, at, count, batch, acc);
+        dot_tile<1, kFetch>(rows, ahead, far, x, at, count, batch, acc);
 }
 
 // All sequences that use a tile's rows: `used` says which (null: all).
 template <class T>
-inline void dot_batch(const T* const* rows, const T* const* ahead, const float* x, int64_t at, int64_t count,
+inline void dot_batch(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
                       int64_t batch, const bool* used, Vec::F* acc) {
     bool fetched = false;
     for (int64_t b = 0, at_once; b < batch; b += at_once) {
@@ -103,9 +107,9 @@ inline void dot_batch(const T* const* rows, const T* const* ahead, const float* 
         for (int64_t i = b; !any && i < b + at_once; ++i) any = used[i];
         if (!any) continue;
         if (fetched)
-            dot_sequences<false>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
+            dot_sequences<false>(rows, ahead, far, x + b * W, at, count, batch, at_once, acc + b);
         else
-            dot_sequences<true>(rows, ahead, x + b * W, at, count, batch, at_once, acc + b);
+            dot_sequences<true>(rows, ahead, far, x + b * W, at, count, batch, at_once, acc + b);
         fetched = true;
     }
 }
@@ -171,10 +175,12 @@ inline void group_dots(const T* const* rows, int64_t count, const T* const* next
     for (int64_t at = 0; at < whole; at += step) {
         const int64_t left = whole - at;
         for (int64_t r = 0; r < padded; r += kRowTile) {
-            const T* ahead[kRowTile];
-            for (int i = 0; i < kRowTile; ++i)
+            const T *ahead[kRowTile], *far[kRowTile];
+            for (int i = 0; i < kRowTile; ++i) {
                 ahead[i] = left > step ? rows[r + i] + at + step : next[r + i];
-            dot_batch(rows + r, ahead, x, at, left < step ? left : step, batch,
+                far[i] = next[r + i] + at;
+            }
+            dot_batch(rows + r, ahead, far, x, at, left < step ? left : step, batch,
                       used ? used + r / kRowTile * batch : nullptr, acc + r * batch);
         }
     }

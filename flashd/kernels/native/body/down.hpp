@@ -4,6 +4,7 @@
 // change no bit. A sequence does not touch a row whose h is exactly zero: 0 * Inf would.
 
 constexpr int64_t kListedRows = 512;
+constexpr int64_t kFarRows = 32;
 
 template <class T>
 inline const T* down_row(const DownArgs& a, int64_t j) {
@@ -11,18 +12,20 @@ inline const T* down_row(const DownArgs& a, int64_t j) {
     return row + (a.gated ? 2 : 1) * a.d;
 }
 
-// Rows of one sequence; meanwhile the same columns of the `next` rows are fetched.
+// Rows of one sequence; meanwhile the same columns of the `next` rows are fetched into the L1 cache, and those of
+// `far` ones into the L2 cache.
 template <int kRows, class T>
-inline void add_rows(const T* const* rows, const T* const* next, const float* h, int64_t at, int64_t count,
-                     float* acc) {
+inline void add_rows(const T* const* rows, const T* const* next, const T* const* far, const float* h, int64_t at,
+                     int64_t count, float* acc) {
     constexpr int64_t kLine = 64 / sizeof(T);
     Vec::F factor[kRows];
-    const T *row[kRows], *ahead[kRows];
+    const T *row[kRows], *ahead[kRows], *beyond[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
         factor[r] = Vec::set(h[r]);
         row[r] = rows[r] + at;
         ahead[r] = next[r] + at;
+        beyond[r] = far[r] + at;
     }
     const auto step = [&](int64_t i) {
         Vec::F sum = Vec::load(acc + i);
@@ -33,7 +36,10 @@ inline void add_rows(const T* const* rows, const T* const* next, const float* h,
     int64_t i = 0;
     for (; i + kLine <= count; i += kLine) {
 #pragma GCC unroll 4
-        for (int r = 0; r < kRows; ++r) __builtin_prefetch(ahead[r] + i);
+        for (int r = 0; r < kRows; ++r) {
+            __builtin_prefetch(ahead[r] + i);
+            __builtin_prefetch(beyond[r] + i, 0, 2);
+        }
 #pragma GCC unroll 8
         for (int64_t v = 0; v < kLine; v += W) step(i + v);
     }
@@ -59,9 +65,10 @@ void down_of_one(const DownArgs& a, int64_t first, int64_t last) {
         }
         int64_t r = 0;
         for (; r + 4 <= count; r += 4)
-            add_rows<4>(rows + r, rows + (r + 8 <= count ? r + 4 : r), h + r, first, last - first, acc);
+            add_rows<4>(rows + r, rows + (r + 8 <= count ? r + 4 : r),
+                        rows + (r + kFarRows + 4 <= count ? r + kFarRows : r), h + r, first, last - first, acc);
         if (j == a.count)
-            for (; r < count; ++r) add_rows<1>(rows + r, rows + r, h + r, first, last - first, acc);
+            for (; r < count; ++r) add_rows<1>(rows + r, rows + r, rows + r, h + r, first, last - first, acc);
         // What is no four yet goes with the next rows.
         for (int64_t i = r; i < count; ++i) {
             rows[i - r] = rows[i];
