@@ -26,8 +26,8 @@ void pack_inputs(const float* x, int64_t k, int64_t batch, float* packed) {
 // rows' start it is overwritten. `count` is a multiple of W. kFetch: fetch as many elements from `ahead`
 // into the L1 cache, and for few sequences, which compute too little meanwhile, from `far` into the L2 cache.
 template <int kRows, int kBatch, bool kFetch, class T>
-inline void dot_block(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
-                      int64_t batch, Vec::F* acc) {
+inline void dot_block(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at,
+                      int64_t count, int64_t batch, Vec::F* acc) {
     constexpr int64_t kLine = 64 / sizeof(T);
     Vec::F sums[kRows][kBatch];
     const T *row[kRows], *next[kRows], *beyond[kRows];
@@ -76,16 +76,16 @@ inline int64_t sequences_at_once(int64_t left) {
 
 // A tile's rows, as many at a time as the registers hold with kBatch sequences.
 template <int kBatch, bool kFetch, class T>
-inline void dot_tile(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
-                     int64_t batch, Vec::F* acc) {
+inline void dot_tile(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at,
+                     int64_t count, int64_t batch, Vec::F* acc) {
     constexpr int kRows = kBatch <= Vec::kFewBatch ? 4 : 2;
     for (int r = 0; r < kRowTile; r += kRows)
         dot_block<kRows, kBatch, kFetch>(rows + r, ahead + r, far + r, x, at, count, batch, acc + r * batch);
 }
 
 template <bool kFetch, class T>
-inline void dot_sequences(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
-                          int64_t batch, int64_t at_once, Vec::F* acc) {
+inline void dot_sequences(const T* const* rows, const T* const* ahead, const T* const* far, const float* x,
+                          int64_t at, int64_t count, int64_t batch, int64_t at_once, Vec::F* acc) {
     if (at_once == Vec::kManyBatch)
         dot_tile<Vec::kManyBatch, kFetch>(rows, ahead, far, x, at, count, batch, acc);
     else if (at_once == 4)
@@ -98,8 +98,8 @@ inline void dot_sequences(const T* const* rows, const T* const* ahead, const T* 
 
 // All sequences that use a tile's rows: `used` says which (null: all).
 template <class T>
-inline void dot_batch(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at, int64_t count,
-                      int64_t batch, const bool* used, Vec::F* acc) {
+inline void dot_batch(const T* const* rows, const T* const* ahead, const T* const* far, const float* x, int64_t at,
+                      int64_t count, int64_t batch, const bool* used, Vec::F* acc) {
     bool fetched = false;
     for (int64_t b = 0, at_once; b < batch; b += at_once) {
         at_once = sequences_at_once(batch - b);
