@@ -87,7 +87,7 @@ async def build(config: DaemonConfig) -> Runtime:
         store.name,
     )
     if not kernels.NATIVE:
-        log.warning("the native kernels are not installed: NumPy twins compute, several times slower")
+        log.warning("the native kernels are not installed: NumPy twins compute, far slower")
     log.info(
         "kernels %s on %d threads, KV cache %s, %d sessions, tokenizer %s, chat template %s",
         kernels.simd_level() if kernels.NATIVE else "numpy",
