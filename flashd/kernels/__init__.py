@@ -2,8 +2,8 @@
 
 All arrays are C-contiguous NumPy arrays; weights are float32, float16, or uint16 holding
 bfloat16 bits; activations are float32. Contracts are written at the twins (``twin/``). A result
-is bit-identical from run to run, for every number of threads and every batch size; it may differ in
-the last bits between SIMD levels.
+is bit-identical from run to run, for every number of threads and every batch of up to 16 sequences; a
+prompt's tokens (more than 16) have bits of their own, and SIMD levels may differ in the last bits.
 """
 
 from __future__ import annotations

@@ -55,7 +55,6 @@ public:
         return static_cast<T*>(buffer_.buf);
     }
     int64_t size(int axis) const { return buffer_.shape[axis]; }
-    int64_t bytes() const { return buffer_.len; }
     int64_t elements() const { return buffer_.len / buffer_.itemsize; }
     Type type() const { return type_; }
     bool same_shape(const Array& other) const;

@@ -18,7 +18,7 @@ int64_t items_at_once(int64_t items) {
 
 void attention_few(const AttentionArgs& args) {
     if (args.heads * args.width == 0) return;  // `out` has no elements
-    const int64_t chunks = (args.length + kAttentionChunk - 1) / kAttentionChunk;
+    const int64_t chunks = divide_up(args.length, kAttentionChunk);
     const int64_t rows = args.tokens * args.heads, parts = rows * chunks;
     const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(parts * (args.width + 2))]);
     float* values = scratch.get();

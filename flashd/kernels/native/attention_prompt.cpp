@@ -8,8 +8,8 @@ namespace flashd {
 void attention_prompt(const AttentionArgs& args) {
     const PanelVerbs& verbs = level().panels;
     const int workers = thread_count();
-    const int64_t vectors = (args.tokens * (args.heads / args.kv_heads) + verbs.width - 1) / verbs.width;
-    const int64_t items = args.kv_heads * blocks_of(vectors, verbs.vectors);
+    const int64_t vectors = divide_up(args.tokens * (args.heads / args.kv_heads), verbs.width);
+    const int64_t items = args.kv_heads * divide_up(vectors, verbs.vectors);
     const int64_t share = attention_scratch(args.width, verbs.width * verbs.vectors);
     const Scratch scratch(workers * share);
     const auto attend = [&](int64_t first, int64_t last, int worker) {

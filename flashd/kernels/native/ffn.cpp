@@ -10,8 +10,8 @@
 namespace flashd {
 namespace {
 
-constexpr int64_t kMinDownColumns = 256;
-constexpr int64_t kFlagsChunk = 512;
+constexpr int64_t kMinDownColumns = 256;  // of a thread: narrower runs of memory read slowly
+constexpr int64_t kFlagsChunk = 512;      // columns that a thread looks through at a time
 
 // flags[i] = whether any sequence's value of listed row i is not zero; NaN counts.
 void mark_fired(const DotsArgs& a, int64_t first, int64_t last, uint8_t* flags) {
@@ -87,7 +87,7 @@ void run_down(const DownArgs& args) {
     // One piece of columns for each thread: the wider a piece, the longer are the runs of memory that it reads, and
     // in a batch every piece looks through all of h.
     const int workers = thread_count();
-    const int64_t share = ((args.d + workers - 1) / workers + 63) / 64 * 64;
+    const int64_t share = round_up(divide_up(args.d, workers), 64);
     const Level& at = level();
     parallel_for([&](int64_t first, int64_t last, int) { at.rows.ffn_down(args, first, last); }, args.d,
                  share > kMinDownColumns ? share : kMinDownColumns, workers);

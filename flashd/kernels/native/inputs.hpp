@@ -8,11 +8,11 @@ namespace flashd {
 
 // Rows of a chunk: whole tiles.
 inline int64_t row_chunk(int64_t bytes_per_row) {
-    return (chunk_of(bytes_per_row) + kRowTile - 1) / kRowTile * kRowTile;
+    return round_up(chunk_of(bytes_per_row), kRowTile);
 }
 
 inline int64_t packed_inputs_floats(const RowVerbs& verbs, int64_t k, int64_t batch) {
-    return (k + verbs.width - 1) / verbs.width * verbs.width * batch;
+    return round_up(k, verbs.width) * batch;
 }
 
 class Inputs {

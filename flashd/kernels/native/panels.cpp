@@ -8,8 +8,6 @@ constexpr int64_t kItemsPerThread = 4;
 // Steps that a thread packs at a time.
 constexpr int64_t kPackSteps = 64;
 
-int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Floats of tokens packed at a time.
 constexpr int64_t kPackedFloats = 4 << 20;
 
@@ -20,7 +18,7 @@ PanelPlan plan_of(const PanelVerbs& verbs, const Product& product, int64_t token
     plan.outputs = product.outputs;
     plan.width = verbs.width;
     plan.vectors = divide_up(tokens, verbs.width);
-    plan.blocks = blocks_of(plan.vectors, verbs.vectors);
+    plan.blocks = divide_up(plan.vectors, verbs.vectors);
     // Many tokens share the weights that a thread converts, and many outputs the tokens that it reads: as long as
     // there is work for all.
     plan.item_blocks = plan.blocks < kPanelBlocks ? plan.blocks : kPanelBlocks;

@@ -56,7 +56,4 @@ void run_product(const PanelVerbs& verbs, const Product& product, Run run) {
     }
 }
 
-// Blocks of tokens, each of at most `most` vectors.
-inline int64_t blocks_of(int64_t vectors, int64_t most) { return (vectors + most - 1) / most; }
-
 }  // namespace flashd

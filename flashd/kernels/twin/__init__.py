@@ -3,9 +3,8 @@
 Slow, but with the same promises: one sequence's result does not depend on the batch, on where a
 row lies among other rows, or on how a call was cut into slices. BLAS keeps none of these (its
 kernels treat the last rows differently), so dot products go through ``einsum``, which sums every
-row in the same order. Prompts use it as well: it reaches two thirds of BLAS here (14 of 21 GFLOP/s,
-two busy cores), and a token's bits depend on neither the prompt's length nor its place. A prompt of
-256 tokens takes some 15 s with 135 million weights, half of it in ``ffn_down``'s sequential sum.
+row in the same order. Prompts use it as well, though BLAS is several times faster: a token's bits
+depend on neither the prompt's length nor its place.
 
 The docstrings are the contract of the verbs, whoever computes them. What all have in common:
 

@@ -34,10 +34,10 @@ struct PanelPlan {
     int64_t output_items, items;
     const float* packed;  // by block: [steps, tokens of the block], zeros behind the last token
 
-    int64_t first_vector(int64_t block) const { return block * vectors / blocks; }
-    int64_t lanes(int64_t block) const { return (first_vector(block + 1) - first_vector(block)) * width; }
+    FLASHD_INLINE int64_t first_vector(int64_t block) const { return block * vectors / blocks; }
+    FLASHD_INLINE int64_t lanes(int64_t block) const { return (first_vector(block + 1) - first_vector(block)) * width; }
     // Where a block starts in a matrix of `rows` rows that lies like `packed`.
-    int64_t block_offset(int64_t block, int64_t rows) const { return first_vector(block) * width * rows; }
+    FLASHD_INLINE int64_t block_offset(int64_t block, int64_t rows) const { return first_vector(block) * width * rows; }
 };
 
 struct PackArgs {
@@ -48,12 +48,12 @@ struct PackArgs {
 };
 
 // Weights of an item, then its accumulators.
-inline int64_t panel_scratch(int64_t block_lanes) {
+FLASHD_INLINE int64_t panel_scratch(int64_t block_lanes) {
     return kPanelOutputs * kPanelSteps + kPanelBlocks * (kPanelOutputs + kPanelSpare) * block_lanes;
 }
 
 // Keys or values of a block; then, a row for each query, what Queries lists.
-inline int64_t attention_scratch(int64_t width, int64_t block_lanes) {
+FLASHD_INLINE int64_t attention_scratch(int64_t width, int64_t block_lanes) {
     return kPanelOutputs * kPanelSteps + (2 * (width + kPanelSpare) + kPanelSteps + 4) * block_lanes;
 }
 

@@ -4,7 +4,15 @@
 #include <cstddef>
 #include <cstdint>
 
+// These headers are compiled once for each instruction set: a function that is not inlined would be one
+// symbol of several kinds of code, and the linker could pick AVX-512 for all. It also keeps vectors that
+// are passed in arrays in registers.
+#define FLASHD_INLINE inline __attribute__((always_inline))
+
 namespace flashd {
+
+FLASHD_INLINE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+FLASHD_INLINE constexpr int64_t round_up(int64_t a, int64_t unit) { return divide_up(a, unit) * unit; }
 
 enum class Type { f32, f16, bf16, u8, u32, i64, boolean };
 enum class Activation { relu, relu2, silu, gelu, gelu_tanh };

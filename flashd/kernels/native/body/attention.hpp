@@ -44,7 +44,7 @@ struct Stream {
     }
     // In whole segments, so that what lies behind the end is not asked for.
     Ahead ahead_of(int64_t offset, int64_t segment_bytes) const {
-        const int64_t segments = kFarBytes > 2 * segment_bytes ? (kFarBytes + segment_bytes - 1) / segment_bytes : 2;
+        const int64_t segments = kFarBytes > 2 * segment_bytes ? divide_up(kFarBytes, segment_bytes) : 2;
         const char* near = at(offset + segment_bytes);
         const char* far = at(offset + segments * segment_bytes);
         return Ahead{near, far ? far : near};
@@ -78,7 +78,7 @@ inline void for_row_tiles(int64_t rows, Use use) {
 
 // acc[p][r] = the products of keys[p] and q[r], summed but for the lanes.
 template <int kRows, class T>
-FLASHD_INLINE void dot_tile(const T* const* keys, const float* const* q, int64_t width, Ahead ahead,
+FLASHD_INLINE void score_tile(const T* const* keys, const float* const* q, int64_t width, Ahead ahead,
                           Vec::F (&acc)[kPositions][kRows]) {
     constexpr int64_t kItemBytes = kPositions * static_cast<int64_t>(sizeof(T));
 #pragma GCC unroll 4
@@ -110,7 +110,7 @@ template <int kRows, class T>
 inline void score_rows(const T* k, int64_t width, int64_t count, float scale, const float* const* q,
                        Ahead ahead, float* weights) {
     constexpr int kFolded = W / 4, kGroups = kFolded > kRows ? kFolded / kRows : 1;
-    constexpr int kFolds = (kGroups * kRows + kFolded - 1) / kFolded;
+    constexpr int kFolds = divide_up(kGroups * kRows, kFolded);
     for (int64_t at = 0; at < count; at += kGroups * kPositions) {
         Vec::F sums[kFolds][kPositions][kFolded];
 #pragma GCC unroll 4
@@ -126,7 +126,7 @@ inline void score_rows(const T* k, int64_t width, int64_t count, float scale, co
             for (int64_t p = 0; p < kPositions; ++p) keys[p] = k + (first + p < count ? first + p : count - 1) * width;
             const int64_t offset = first * width * static_cast<int64_t>(sizeof(T));
             Vec::F acc[kPositions][kRows];
-            dot_tile<kRows>(keys, q, width, ahead + offset, acc);
+            score_tile<kRows>(keys, q, width, ahead + offset, acc);
 #pragma GCC unroll 4
             for (int p = 0; p < kPositions; ++p)
 #pragma GCC unroll 4
@@ -144,8 +144,8 @@ inline void score_rows(const T* k, int64_t width, int64_t count, float scale, co
 }
 
 // Scores become weights exp(score - top), zero up to a whole vector. A NaN is not the top, but stays a NaN.
-inline void soften(float* weights, int64_t count, float* top, float* sum) {
-    const int64_t padded = (count + W - 1) / W * W;
+inline void exp_scores(float* weights, int64_t count, float* top, float* sum) {
+    const int64_t padded = round_up(count, W);
     for (int64_t i = count; i < padded; ++i) weights[i] = -__builtin_inff();
     Vec::F highest = Vec::set(-__builtin_inff());
     for (int64_t i = 0; i < padded; i += W) {
@@ -250,7 +250,7 @@ inline void attend_block(const AttentionArgs& a, const AttentionParts& parts, co
     });
     for (int64_t r = 0; r < block.rows; ++r) {
         float* weights = block.weights + r * kAttentionChunk;
-        soften(weights, block.count[r], parts.tops + block.part[r], parts.sums + block.part[r]);
+        exp_scores(weights, block.count[r], parts.tops + block.part[r], parts.sums + block.part[r]);
         __builtin_memset(block.values[r], 0, static_cast<size_t>(a.width) * sizeof(float));
     }
     for_segments(values, [&](int64_t at, int64_t count, Ahead ahead) {
@@ -312,7 +312,7 @@ void attend(const AttentionArgs& a, const AttentionParts& parts, int64_t first, 
 void combine(const AttentionArgs& a, const AttentionParts& parts, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; ++row) {
         const int64_t sees = a.length - a.tokens + 1 + row / a.heads;
-        const int64_t chunks = (sees + kAttentionChunk - 1) / kAttentionChunk;
+        const int64_t chunks = divide_up(sees, kAttentionChunk);
         float* tops = parts.tops + row * parts.chunks;  // become factors
         const float* sums = parts.sums + row * parts.chunks;
         float highest = tops[0];

@@ -19,8 +19,8 @@ struct Queries {
     Queries(const AttentionArgs& a, int64_t heads_at_once, int64_t item, float* scratch) {
         group = a.heads / a.kv_heads;
         const int64_t total = a.tokens * group;
-        const int64_t all = (total + W - 1) / W;
-        const int64_t blocks = (all + Vec::kPanelVectors - 1) / Vec::kPanelVectors;
+        const int64_t all = divide_up(total, W);
+        const int64_t blocks = divide_up(all, Vec::kPanelVectors);
         const int64_t start = item / (heads_at_once * blocks) * heads_at_once;  // the first of these heads
         const int64_t heads = start + heads_at_once < a.kv_heads ? heads_at_once : a.kv_heads - start;
         const int64_t turn = item - start * blocks;
@@ -125,23 +125,6 @@ inline void score(const AttentionArgs& a, Queries& b, const Rows<T>& k, const Ro
     }
 }
 
-// e^x for x <= 0 within 2 ulp; NaN stays, and what is below 2e-38 becomes 0, as of scores that are -infinity.
-inline Vec::F weight_of(Vec::F x) {
-    // x = n ln 2 + r: adding 1.5 * 2^23 rounds n to an integer, and 127 more makes the low bits the exponent of 2^n.
-    const Vec::F shift = Vec::set(0x1.8p23f + 127.0f);
-    const Vec::F shifted = Vec::fma(x, Vec::set(1.44269504088896341f), shift);
-    const Vec::F n = shifted - shift;
-    const Vec::F r = Vec::fma(n, Vec::set(2.12194440e-4f), Vec::fma(n, Vec::set(-0.693359375f), x));
-    Vec::F p = Vec::set(1.9875691500e-4f);  // coefficients: Cephes, expf
-    p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
-    p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
-    p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
-    p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
-    p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
-    p = Vec::add(Vec::fma(p, r * r, r), Vec::set(1.0f));
-    return pick(x < Vec::set(-87.0f), Vec::zero(), p * lane_floats(lane_bits(shifted) << 23));
-}
-
 inline Vec::F greater(Vec::F x, Vec::F other) { return pick(x > other, x, other); }  // NaN never wins
 
 // What `each(s, chain)` is called for: all s < count, in four chains, so that none waits for the one before.
@@ -157,7 +140,7 @@ inline void in_four_chains(int64_t count, Each each) {
 }
 
 // Scores of a vector of queries become exp(score - highest so far); returns what scales all before them.
-inline Vec::F soften(float* scores, int64_t stride, int64_t count, float* highest, float* totals) {
+inline Vec::F exp_lanes(float* scores, int64_t stride, int64_t count, float* highest, float* totals) {
     const Vec::F lowest = Vec::set(-__builtin_inff());
     const Vec::F before = Vec::load(highest);
     Vec::F tops[4] = {before, before, before, before};
@@ -166,10 +149,10 @@ inline Vec::F soften(float* scores, int64_t stride, int64_t count, float* highes
     Vec::store(highest, top);
     // Nothing but -infinity so far: subtracting 0 gives weights of 0, not NaN.
     const Vec::F base = pick(top == lowest, Vec::zero(), top);
-    const Vec::F factor = weight_of(before - base);
+    const Vec::F factor = vexp_negative(before - base);
     Vec::F sums[4] = {Vec::load(totals) * factor, Vec::zero(), Vec::zero(), Vec::zero()};
     in_four_chains(count, [&](int64_t s, int j) {
-        const Vec::F weight = weight_of(Vec::load(scores + s * stride) - base);
+        const Vec::F weight = vexp_negative(Vec::load(scores + s * stride) - base);
         Vec::store(scores + s * stride, weight);
         sums[j] = Vec::add(sums[j], weight);
     });
@@ -177,7 +160,7 @@ inline Vec::F soften(float* scores, int64_t stride, int64_t count, float* highes
     return factor;
 }
 
-inline void soften_block(const AttentionArgs& a, const Queries& b, int64_t at, int64_t keys) {
+inline void exp_block(const AttentionArgs& a, const Queries& b, int64_t at, int64_t keys) {
     for (int64_t i = 0; i < b.lanes; i += W) {
         int64_t seen = b.limits[i + W - 1] - at;
         if (seen <= 0) continue;
@@ -185,7 +168,7 @@ inline void soften_block(const AttentionArgs& a, const Queries& b, int64_t at, i
         for (int64_t s = b.limits[i] > at ? b.limits[i] - at : 0; s < seen; ++s)
             for (int64_t t = i; t < i + W && b.limits[t] <= at + s; ++t)
                 b.scores[s * b.lanes + t] = -__builtin_inff();
-        const Vec::F factor = soften(b.scores + i, b.lanes, seen, b.highest + i, b.totals + i);
+        const Vec::F factor = exp_lanes(b.scores + i, b.lanes, seen, b.highest + i, b.totals + i);
         for (int64_t c = 0; at > 0 && c < a.width; ++c) {
             float* mixed = b.mixed + c * b.lanes + i;
             Vec::store(mixed, Vec::load(mixed) * factor);
@@ -244,7 +227,7 @@ void attend_item(const AttentionArgs& a, int64_t heads_at_once, int64_t item, fl
     for (int64_t at = 0; at < last; at += kPanelSteps) {
         const int64_t keys = at + kPanelSteps < last ? kPanelSteps : last - at;
         score(a, block, k, v, at, keys);
-        soften_block(a, block, at, keys);
+        exp_block(a, block, at, keys);
         mix_block(a, block, v, at, keys);
     }
     block.finish(a);

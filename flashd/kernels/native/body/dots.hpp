@@ -128,7 +128,7 @@ inline void dot_rest(const T* const* rows, const float* x, int64_t at, int64_t c
 // Rows whose sums lie between blocks in the L1 cache, whole tiles of them: many if the inputs come from the L2
 // cache, because there are many sequences, or if rows are short.
 constexpr int64_t kGroupRows = 16;
-constexpr int64_t kLeadBytes = 4096;
+constexpr int64_t kLeadBytes = 4096;  // so far ahead are short rows fetched
 
 inline int64_t group_rows(int64_t k, int64_t batch) { return batch > 4 || k <= kBlock ? kGroupRows : kRowTile; }
 
@@ -158,8 +158,8 @@ struct Blocks {
     Blocks(int64_t k, int64_t batch) : k(k), whole(k / W * W) {
         constexpr int64_t kLine = 64 / sizeof(T);
         const int64_t most = batch > 4 ? kBlock / 2 : kBlock;
-        const int64_t count = (whole + most - 1) / most;
-        step = count > 1 ? ((whole + count - 1) / count + kLine - 1) / kLine * kLine : whole;
+        const int64_t count = divide_up(whole, most);
+        step = count > 1 ? round_up(divide_up(whole, count), kLine) : whole;
     }
 };
 
@@ -169,7 +169,7 @@ template <class T>
 inline void group_dots(const T* const* rows, int64_t count, const T* const* next, const float* x,
                        const Blocks<T>& blocks, int64_t batch, const bool* used, float* sums) {
     Vec::F acc[kGroupRows * kMaxBatch];
-    const int64_t padded = (count + kRowTile - 1) / kRowTile * kRowTile;
+    const int64_t padded = round_up(count, kRowTile);
     const int64_t whole = blocks.whole, step = blocks.step;
     for (int64_t j = 0; !whole && j < padded * batch; ++j) acc[j] = Vec::zero();
     for (int64_t at = 0; at < whole; at += step) {

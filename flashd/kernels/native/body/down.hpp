@@ -3,8 +3,8 @@
 // Strictly sequential in the rows, so that slices, threads (which split the columns) and the batch
 // change no bit. A sequence does not touch a row whose h is exactly zero: 0 * Inf would.
 
-constexpr int64_t kListedRows = 512;
-constexpr int64_t kFarRows = 32;
+constexpr int64_t kListedRows = 512;  // rows looked for before any is added: a list on the stack
+constexpr int64_t kFarRows = 32;      // of these, what is fetched into the L2 cache lies so far ahead
 
 template <class T>
 inline const T* down_row(const DownArgs& a, int64_t j) {

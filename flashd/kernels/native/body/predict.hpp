@@ -1,4 +1,4 @@
-// Activation predictors of up to 16 sequences: two products of a low rank (paper, section 3.1).
+// Activation predictors of up to 16 sequences: two products of a low rank (LLM in a flash, section 3.1).
 
 template <class T>
 void predict_hidden_rows(const PredictArgs& a, int64_t first, int64_t last) {

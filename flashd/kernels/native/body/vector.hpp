@@ -2,9 +2,6 @@
 
 constexpr int64_t W = Vec::kWidth;
 
-// For what passes vectors in arrays: only inlined do they stay in registers.
-#define FLASHD_INLINE inline __attribute__((always_inline))
-
 // What is used several times. GCC would sooner load it again for every product.
 FLASHD_INLINE Vec::F in_register(Vec::F value) {
 #if defined(__x86_64__)
@@ -45,29 +42,44 @@ inline Vec::F pick(Mask mask, Vec::F yes, Vec::F no) {
     return lane_floats((bits & lane_bits(yes)) | (~bits & lane_bits(no)));
 }
 
-// exp(x) within 2 ulp: exactly 0 from -inf to -87.5 (results below 1e-38: denormal weights would cost
-// much and change nothing), +inf above the largest float, NaN for NaN. Polynomial: Cephes, expf.
-inline Vec::F vexp(Vec::F x) {
-    const Vec::F low = Vec::set(-87.5f), high = Vec::set(89.0f);
-    const Vec::F y = pick(x > high, high, x);
-    // x = n ln 2 + r. Adding 1.5 * 2^23 leaves the rounded n in the low bits; ln 2 is in two parts, of
-    // which n times the first is exact.
-    const Vec::F magic = Vec::set(12582912.0f);
-    const Vec::F shifted = Vec::fma(y, Vec::set(1.44269504088896341f), magic);
-    const Vec::F n = shifted - magic;
-    const Vec::F r = Vec::fma(n, Vec::set(2.12194440e-4f), Vec::fma(n, Vec::set(-0.693359375f), y));
+// e^r for x = n ln 2 + r, n whole. ln 2 is in two parts, of which n times the first is exact.
+// Polynomial: Cephes, expf.
+inline Vec::F exp_rest(Vec::F x, Vec::F n) {
+    const Vec::F r = Vec::fma(n, Vec::set(2.12194440e-4f), Vec::fma(n, Vec::set(-0.693359375f), x));
     Vec::F p = Vec::set(1.9875691500e-4f);
     p = Vec::fma(p, r, Vec::set(1.3981999507e-3f));
     p = Vec::fma(p, r, Vec::set(8.3334519073e-3f));
     p = Vec::fma(p, r, Vec::set(4.1665795894e-2f));
     p = Vec::fma(p, r, Vec::set(1.6666665459e-1f));
     p = Vec::fma(p, r, Vec::set(5.0000001201e-1f));
-    p = Vec::fma(p, r * r, r) + Vec::set(1.0f);
+    return Vec::add(Vec::fma(p, r * r, r), Vec::set(1.0f));
+}
+
+constexpr float kLog2E = 1.44269504088896341f;
+
+// exp(x) within 2 ulp: exactly 0 from -inf to -87.5 (results below 1e-38: denormal weights would cost
+// much and change nothing), +inf above the largest float, NaN for NaN.
+inline Vec::F vexp(Vec::F x) {
+    const Vec::F low = Vec::set(-87.5f), high = Vec::set(89.0f);
+    const Vec::F y = pick(x > high, high, x);
+    // Adding 1.5 * 2^23 leaves the rounded n in the low bits.
+    const Vec::F magic = Vec::set(0x1.8p23f);
+    const Vec::F shifted = Vec::fma(y, Vec::set(kLog2E), magic);
+    const Vec::F p = exp_rest(y, shifted - magic);
     // Times 2^n in two steps, because 2^128 is no float.
     const LaneU power = lane_bits(shifted) - lane_bits(magic);
     const LaneU half = reinterpret_cast<LaneU>(reinterpret_cast<LaneI>(power) >> 1);
-    p = p * lane_floats((half + 127u) << 23) * lane_floats((power - half + 127u) << 23);
-    return pick(x < low, Vec::zero(), p);
+    const Vec::F value = p * lane_floats((half + 127u) << 23) * lane_floats((power - half + 127u) << 23);
+    return pick(x < low, Vec::zero(), value);
+}
+
+// The same for x <= 0 in fewer steps; results below 2e-38 become 0.
+inline Vec::F vexp_negative(Vec::F x) {
+    // 127 more makes the low bits the exponent of 2^n.
+    const Vec::F shift = Vec::set(0x1.8p23f + 127.0f);
+    const Vec::F shifted = Vec::fma(x, Vec::set(kLog2E), shift);
+    const Vec::F p = exp_rest(x, shifted - shift);
+    return pick(x < Vec::set(-87.0f), Vec::zero(), p * lane_floats(lane_bits(shifted) << 23));
 }
 
 // One function for the three weight types.
