@@ -15,6 +15,8 @@ MAX_BATCH = 16
 MAX_THREADS = 256
 BATCH = f"1..{MAX_BATCH}"
 TOKENS = "1.."  # as many as a prompt has
+# Arrays of no bytes may claim any shape, and loops over it never end.
+_MAX_EMPTY = 1 << 24
 _MOST = {BATCH: MAX_BATCH, TOKENS: sys.maxsize}
 F32 = ("float32",)
 WEIGHT_DTYPES = ("float32", "float16", "uint16")
@@ -51,6 +53,10 @@ def array(
     if shape is not None and not _fits(value.shape, shape):
         inner = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
         raise ValueError(f"{verb}: {name} has shape {value.shape}, expected ({inner})")
+    if not value.size and math.prod(filter(None, value.shape)) > _MAX_EMPTY:
+        raise ValueError(
+            f"{verb}: {name} has shape {value.shape}, expected at most {_MAX_EMPTY} rows of nothing"
+        )
     if not value.flags.c_contiguous:
         raise ValueError(f"{verb}: {name} is not C-contiguous; pass numpy.ascontiguousarray({name})")
     if not value.flags.aligned:

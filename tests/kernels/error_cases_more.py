@@ -167,6 +167,21 @@ MORE_CASES: dict[str, Case] = {
         "ffn_dots: threshold is 1e+300, expected a finite float32 of at least 0",
         lambda m: dots(m, threshold=1e300),
     ),
+    "rows of nothing": (
+        ValueError,
+        f"predict: w1 has shape ({2**60}, 0), expected at most 16777216 rows of nothing",
+        lambda m: m.predict(f32(2**60, 0), f32(0, 2**60), f32(16, 0), 0.0),
+    ),
+    "tokens of nothing": (
+        ValueError,
+        f"rmsnorm: x has shape ({2**58}, 0), expected at most 16777216 rows of nothing",
+        lambda m: m.rmsnorm(f32(2**58, 0), f32(0), 1e-5, f32(2**58, 0)),
+    ),
+    "heads of nothing": (
+        ValueError,
+        "rope: x has shape (4097, 4097, 0), expected at most 16777216 rows of nothing",
+        lambda m: m.rope(f32(4097, 4097, 0), f32(4097, 0), f32(4097, 0)),
+    ),
     "index of down": (
         ValueError,
         "ffn_down: index is 3 at 1, expected 0..2",

@@ -72,11 +72,25 @@ def test_layernorm_far_from_zero(verbs: ModuleType) -> None:
     np.testing.assert_allclose(out, np.tile([1, -1], (3, 40)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1e-15, 1e15])
-def test_rmsnorm_of_small_and_large_values(verbs: ModuleType, size: float) -> None:
-    x = np.full((2, 33), size, np.float32)
-    verbs.rmsnorm(x, np.full(33, 2, np.float32), 0.0, x)
-    np.testing.assert_allclose(x, 2, rtol=1e-5)
+@pytest.mark.parametrize("shift", [1e3, -1e5, 1e7])
+def test_layernorm_of_small_differences(verbs: ModuleType, shift: float) -> None:
+    """The mean itself, rounded to float32, would be off by more than the values differ."""
+    x = (np.random.default_rng(0).standard_normal((3, 575)) + shift).astype(np.float32)
+    wide = x.astype(np.float64)
+    expected = (wide - wide.mean(axis=1, keepdims=True)) / wide.std(axis=1, keepdims=True)
+    verbs.layernorm(x, np.ones(575, np.float32), None, 0.0, x)
+    np.testing.assert_allclose(x, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [1e-37, 1e-23, 1e-15, 1e15, 1e18, 1e37])
+def test_norms_of_small_and_large_values(verbs: ModuleType, size: float) -> None:
+    """Squares of these are no float32."""
+    x = np.tile(np.array([size, -size, size], np.float32), (2, 11))
+    out = np.empty_like(x)
+    verbs.rmsnorm(x, np.full(33, 2, np.float32), 0.0, out)
+    np.testing.assert_allclose(out, np.copysign(2, x), rtol=1e-6)
+    verbs.layernorm(x, np.ones(33, np.float32), None, 0.0, out)
+    np.testing.assert_allclose(out[:, :2], [[8**-0.5 * 2, -(2**0.5)]] * 2, rtol=1e-6)
 
 
 def test_zeros_stay_zero(verbs: ModuleType) -> None:

@@ -121,6 +121,49 @@ def test_exit_while_another_thread_computes() -> None:
     )
 
 
+def test_exit_while_a_daemon_thread_computes() -> None:
+    """Python unwinds a thread that comes back from a kernel then; through a destructor that would abort."""
+    for _ in range(3):
+        succeed(
+            "from flashd import kernels\n"
+            "w, x, out = (np.ones(shape, np.float32) for shape in ((2000, 2000), (300, 2000), (300, 2000)))\n"
+            "def loop():\n    while True: kernels.gemm(w, x, out)\n"
+            "threading.Thread(target=loop, daemon=True).start()\ntime.sleep(0.05)\n"
+        )
+
+
+def test_an_index_that_changes_meanwhile_leads_nowhere_else() -> None:
+    succeed(
+        "from flashd import kernels\n"
+        "n, d = 4096, 512\n"
+        "rows = np.zeros((n, 8 * d), np.uint8); x = np.ones((16, d), np.float32)\n"
+        "out = np.empty((16, n), np.float32); numbers = np.arange(n); stop = False\n"
+        "def change():\n    while not stop: numbers[-1] = 10**12; numbers[-1] = n - 1\n"
+        "thread = threading.Thread(target=change); thread.start()\n"
+        "for i in range(600):\n"
+        "    given = {'index': numbers} if i % 2 else {'slots': numbers}\n"
+        "    try: kernels.ffn_dots(rows, 'f32', d, False, 'relu', x, out, **given)\n"
+        "    except ValueError: pass\n"
+        "stop = True; thread.join()\n"
+    )
+
+
+@pytest.mark.slow
+def test_threads_round_as_their_caller_does() -> None:
+    """Denormal numbers flushed by one thread and not by another would make results a matter of luck."""
+    succeed(
+        "import torch\nfrom flashd import kernels\n"
+        "rng = np.random.default_rng(0)\n"
+        "w = (rng.standard_normal((4000, 1024)) * 1e-20).astype(np.float32)\n"
+        "x = (rng.standard_normal((1, 1024)) * 1e-20).astype(np.float32)\n"
+        "out = np.empty((1, 4000), np.float32)\nkernels.set_threads(2); kernels.gemv(w, x, out)\n"
+        "assert out.any()\n"
+        "torch.set_flush_denormal(True)\nseen = set()\n"
+        "for _ in range(60): kernels.gemv(w, x, out); seen.add(out.tobytes())\n"
+        "assert len(seen) == 1\n"
+    )
+
+
 def test_signals_reach_python() -> None:
     succeed(
         "import signal\n" + WORK + "kernels.set_threads(4)\nwork()\n"

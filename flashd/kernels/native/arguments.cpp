@@ -1,5 +1,7 @@
 #include "arguments.hpp"
 
+#include <unistd.h>
+
 #include <utility>
 
 namespace flashd {
@@ -51,7 +53,46 @@ bool fits(const Py_buffer& buffer, const Shape& shape) {
 
 [[noreturn]] void raise_type(const std::string& message) { throw nb::type_error(message.c_str()); }
 
+// Arrays of no bytes may claim any shape: sizes computed from it overflow, and loops over it never end.
+constexpr int64_t kMaxEmpty = 1 << 24;
+
+// Product of all axes but the empty ones, or more than kMaxEmpty.
+int64_t outer_elements(const Py_buffer& buffer) {
+    int64_t product = 1;
+    for (int axis = 0; axis < buffer.ndim; ++axis) {
+        if (buffer.shape[axis] > kMaxEmpty) return buffer.shape[axis];
+        if (buffer.shape[axis] > 0 && product <= kMaxEmpty) product *= buffer.shape[axis];
+    }
+    return product;
+}
+
+Numbers numbers_of(const Array& array, int64_t count) {
+    return Numbers(array.data<int64_t>(), array.data<int64_t>() + count);
+}
+
+void check_indices(const char* verb, const char* name, const int64_t* values, int64_t count, int64_t limit,
+                   bool ascending) {
+    bool good = true;
+    for (int64_t i = 0; i < count; ++i)
+        good &= (values[i] >= 0) & (values[i] < limit) & (!ascending || i == 0 || values[i] > values[i - 1]);
+    for (int64_t i = 0; !good && i < count; ++i) {
+        const std::string what = std::string(verb) + ": " + name + " is " + std::to_string(values[i]) + " at " +
+                                 std::to_string(i) + ", expected ";
+        if (values[i] < 0 || values[i] >= limit) raise_value(what + "0.." + std::to_string(limit - 1));
+        if (ascending && i > 0 && values[i] <= values[i - 1])
+            raise_value(what + "more than " + std::to_string(values[i - 1]));
+    }
+}
+
 }  // namespace
+
+NoGil::~NoGil() {
+    try {
+        PyEval_RestoreThread(state_);
+    } catch (...) {
+        for (;;) pause();
+    }
+}
 
 void import_numpy() {
     const nb::module_ numpy = nb::module_::import_("numpy");
@@ -140,6 +181,9 @@ void Array::check(const char* verb, const char* name, nb::handle value, Types ty
     }
     if (shape && !fits(buffer_, *shape))
         raise_value(what + " has shape " + text(value.attr("shape")) + ", expected " + describe(*shape));
+    if (buffer_.len == 0 && outer_elements(buffer_) > kMaxEmpty)
+        raise_value(what + " has shape " + text(value.attr("shape")) + ", expected at most " +
+                    std::to_string(kMaxEmpty) + " rows of nothing");
     if (!PyBuffer_IsContiguous(&buffer_, 'C'))
         raise_value(what + " is not C-contiguous; pass numpy.ascontiguousarray(" + name + ")");
     if (reinterpret_cast<uintptr_t>(buffer_.buf) % static_cast<uintptr_t>(buffer_.itemsize))
@@ -191,20 +235,6 @@ int64_t item_bytes(Type type) {
 
 std::string number(double value) { return nb::cast<std::string>(nb::repr(nb::float_(value))); }
 
-void check_indices(const char* verb, const char* name, const int64_t* values, int64_t count, int64_t limit,
-                   bool ascending) {
-    bool good = true;
-    for (int64_t i = 0; i < count; ++i)
-        good &= (values[i] >= 0) & (values[i] < limit) & (!ascending || i == 0 || values[i] > values[i - 1]);
-    for (int64_t i = 0; !good && i < count; ++i) {
-        const std::string what = std::string(verb) + ": " + name + " is " + std::to_string(values[i]) + " at " +
-                                 std::to_string(i) + ", expected ";
-        if (values[i] < 0 || values[i] >= limit) raise_value(what + "0.." + std::to_string(limit - 1));
-        if (ascending && i > 0 && values[i] <= values[i - 1])
-            raise_value(what + "more than " + std::to_string(values[i - 1]));
-    }
-}
-
 Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, int64_t d, bool gated, RowArgs& args) {
     args.type = weight_type(verb, dtype);
     if (d < 1) raise_value(std::string(verb) + ": d is " + std::to_string(d) + ", expected at least 1");
@@ -230,12 +260,21 @@ Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, i
     return checked;
 }
 
-Array row_index(const char* verb, nb::handle index, RowArgs& args) {
-    Array checked = Array::optional(verb, "index", index, {Type::i64}, {"m"});
-    args.index = checked.data<int64_t>();
-    args.count = index.is_none() ? args.n : checked.size(0);
-    if (!index.is_none()) check_indices(verb, "index", args.index, args.count, args.n, false);
-    return checked;
+Numbers row_index(const char* verb, nb::handle index, RowArgs& args) {
+    const Array given = Array::optional(verb, "index", index, {Type::i64}, {"m"});
+    args.count = args.n;
+    if (index.is_none()) return {};
+    args.count = given.size(0);
+    Numbers rows = numbers_of(given, args.count);
+    check_indices(verb, "index", rows.data(), args.count, args.n, false);
+    args.index = rows.data();
+    return rows;
+}
+
+Numbers column_slots(const char* verb, const Array& slots, int64_t limit) {
+    Numbers columns = numbers_of(slots, slots.size(0));
+    check_indices(verb, "slots", columns.data(), slots.size(0), limit, true);
+    return columns;
 }
 
 }  // namespace flashd

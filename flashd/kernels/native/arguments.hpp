@@ -6,6 +6,7 @@
 
 #include <initializer_list>
 #include <string>
+#include <vector>
 
 #include "args/rows.hpp"
 
@@ -68,6 +69,20 @@ private:
     Type type_ = Type::f32;
 };
 
+// The GIL is released while this lives. Python ends a thread that comes back while the interpreter exits by
+// unwinding it, which no destructor may do and which would abort the process: such a thread sleeps instead,
+// as it does from Python 3.14 on.
+class NoGil {
+public:
+    NoGil() : state_(PyEval_SaveThread()) {}
+    ~NoGil();
+    NoGil(const NoGil&) = delete;
+    NoGil& operator=(const NoGil&) = delete;
+
+private:
+    PyThreadState* state_;
+};
+
 void import_numpy();  // once, before any Array
 
 // `numpy.empty(shape, type)`, and its memory in `data`.
@@ -85,14 +100,16 @@ Activation activation_named(const char* verb, const std::string& name);
 int64_t item_bytes(Type type);
 std::string number(double value);  // as Python's repr(float) writes it
 
-// Raises ValueError unless all of values[0..count) lie in 0..limit-1; `ascending`: and each is above the one before.
-void check_indices(const char* verb, const char* name, const int64_t* values, int64_t count, int64_t limit,
-                   bool ascending);
-
 // `uint8[n, stride]` rows of `[up | gate | down]`; fills what RowArgs says of them.
 Array neuron_rows(const char* verb, nb::handle rows, const std::string& dtype, int64_t d, bool gated, RowArgs& args);
 
+// Checked numbers of rows or columns: a copy, because whoever shares the array might still change it.
+using Numbers = std::vector<int64_t>;
+
 // `int64[count]` numbers of those rows, or None for all: fills `index` and `count` of `args`.
-Array row_index(const char* verb, nb::handle index, RowArgs& args);
+Numbers row_index(const char* verb, nb::handle index, RowArgs& args);
+
+// `int64[count]` columns below `limit`, strictly ascending.
+Numbers column_slots(const char* verb, const Array& slots, int64_t limit);
 
 }  // namespace flashd

@@ -56,7 +56,7 @@ void attention(nb::handle q_, nb::handle k_, nb::handle v_, int64_t length, floa
                     ".." + std::to_string(capacity));
     const AttentionArgs args{q.data<float>(), k.data<void>(), v.data<void>(), k.type(), tokens, heads,
                              kv_heads,        capacity,       width,          length,   scale,  out.data<float>()};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     if (args.tokens > kMaxBatch)
         attention_prompt(args);
     else

@@ -14,7 +14,7 @@ void crc32c(nb::handle rows_, nb::handle out_) {
     const Shape out_shape{rows.size(0)};
     const Array out("crc32c", "out", out_, {Type::u32}, &out_shape, Access::write);
     const int64_t stride = rows.size(1);
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     const bool hardware = level().hardware_crc && has_crc32c_instruction();
     // A multiple of the three rows that run interleaved.
     parallel_for(
@@ -39,7 +39,7 @@ void to_f32(nb::handle src_, nb::handle out_) {
     const Array out("to_f32", "out", out_, {Type::f32}, nullptr, Access::write);
     check_same_shape("to_f32", out, src);
     const ConvertArgs args{src.data<void>(), out.data<void>(), src.type()};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     const Level& at = level();
     parallel_for([&](int64_t first, int64_t last, int) { at.convert.to_f32(args, first, last); }, src.elements(),
                  kConvertChunk);
@@ -50,7 +50,7 @@ void from_f32(nb::handle src_, nb::handle out_) {
     const Array out("from_f32", "out", out_, {Type::f32, Type::f16, Type::bf16}, nullptr, Access::write);
     check_same_shape("from_f32", out, src);
     const ConvertArgs args{src.data<void>(), out.data<void>(), out.type()};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     const Level& at = level();
     parallel_for([&](int64_t first, int64_t last, int) { at.convert.from_f32(args, first, last); }, src.elements(),
                  kConvertChunk);

@@ -47,7 +47,7 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
     const char* verb = "ffn_dots";
     DotsArgs args{};
     const Array rows = neuron_rows(verb, rows_, dtype, d, gated, args);
-    const Array index = row_index(verb, index_, args);
+    const Numbers index = row_index(verb, index_, args);
     args.activation = activation_named(verb, activation);
     args.threshold = static_cast<float>(threshold);
     if (!std::isfinite(args.threshold) || threshold < 0)
@@ -67,16 +67,19 @@ nb::object ffn_dots(nb::handle rows_, const std::string& dtype, int64_t d, bool 
     args.batch = x.size(0);
     args.x = x.data<float>();
     args.out = out.data<float>();
-    args.slots = slots.data<int64_t>();
-    args.mask = mask.data<bool>();
+    args.mask = mask.data<uint8_t>();
     args.columns = out.size(1);
     args.up_bias = up_bias.data<float>();
     args.gate_bias = gate_bias.data<float>();
-    if (args.slots) check_indices(verb, "slots", args.slots, args.count, args.columns, true);
+    Numbers columns_of;
+    if (!slots_.is_none()) {
+        columns_of = column_slots(verb, slots, args.columns);
+        args.slots = columns_of.data();
+    }
 
     const std::unique_ptr<uint8_t[]> flags(new uint8_t[static_cast<size_t>(args.count)]);
     {
-        const nb::gil_scoped_release no_gil;
+        const NoGil no_gil;
         run_dots(args, flags.get());
     }
     return flagged(flags.get(), args.count, args.slots);
@@ -98,7 +101,7 @@ void ffn_down(nb::handle rows_, const std::string& dtype, int64_t d, bool gated,
     const char* verb = "ffn_down";
     DownArgs args{};
     const Array rows = neuron_rows(verb, rows_, dtype, d, gated, args);
-    const Array index = row_index(verb, index_, args);
+    const Numbers index = row_index(verb, index_, args);
     const Shape h_shape{Axis::tokens(), args.count};
     const Array h(verb, "h", h_, {Type::f32}, &h_shape);
     const Shape acc_shape{h.size(0), d};
@@ -106,7 +109,7 @@ void ffn_down(nb::handle rows_, const std::string& dtype, int64_t d, bool gated,
     args.batch = h.size(0);
     args.h = h.data<float>();
     args.acc = acc.data<float>();
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     run_down(args);
 }
 

@@ -15,7 +15,7 @@ void gemm(nb::handle w_, nb::handle x_, nb::handle out_, nb::handle bias_) {
     const Array bias = Array::optional("gemm", "bias", bias_, {Type::f32}, {w.size(0)});
     const GemmArgs args{w.data<void>(),     w.type(),  x.data<float>(), out.data<float>(),
                         bias.data<float>(), w.size(0), w.size(1),       x.size(0)};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     const PanelVerbs& verbs = level().panels;
     const Product product{args.x, nullptr, args.k, args.tokens, args.k, args.n, kPanelOutputs};
     run_product(verbs, product, [&](int64_t t, const PanelPlan& plan, int64_t first, int64_t last, float* scratch) {

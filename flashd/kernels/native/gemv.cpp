@@ -14,7 +14,7 @@ void gemv(nb::handle w_, nb::handle x_, nb::handle out_, nb::handle bias_) {
     const Shape out_shape{x.size(0), w.size(0)};
     const Array out("gemv", "out", out_, {Type::f32}, &out_shape, Access::write);
     const Array bias = Array::optional("gemv", "bias", bias_, {Type::f32}, {w.size(0)});
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     const Level& at = level();
     const Inputs inputs(at.rows, x.data<float>(), w.size(1), x.size(0));
     const GemvArgs args{w.data<void>(),     w.type(),  inputs.data(), out.data<float>(),

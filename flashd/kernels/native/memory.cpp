@@ -13,7 +13,7 @@ uint64_t read_all(nb::handle memory_) {
     const Array memory("read_all", "memory", memory_, {Type::u8}, &shape);
     const uint8_t* bytes = memory.data<uint8_t>();
     const int64_t n = memory.size(0);
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     // Words start where the memory does, aligned or not: their values depend on it.
     uint64_t tail = 0;
     if (n % 8) std::memcpy(&tail, bytes + n / 8 * 8, static_cast<size_t>(n % 8));

@@ -16,7 +16,7 @@ void share_tokens(void (*verb)(const NormArgs&, int64_t, int64_t), const NormArg
     parallel_for([&](int64_t first, int64_t last, int) { verb(args, first, last); }, tokens, tokens_of(args.d));
 }
 
-void rmsnorm(nb::handle x_, nb::handle weight_, float eps, nb::handle out_) {
+void rmsnorm(nb::handle x_, nb::handle weight_, double eps, nb::handle out_) {
     const Shape x_shape{"T", "d"};
     const Array x("rmsnorm", "x", x_, {Type::f32}, &x_shape);
     const Shape weight_shape{x.size(1)};
@@ -24,11 +24,11 @@ void rmsnorm(nb::handle x_, nb::handle weight_, float eps, nb::handle out_) {
     const Shape out_shape{x.size(0), x.size(1)};
     const Array out("rmsnorm", "out", out_, {Type::f32}, &out_shape, Access::write);
     const NormArgs args{x.data<float>(), weight.data<float>(), nullptr, out.data<float>(), x.size(1), eps};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     share_tokens(level().norms.rmsnorm, args, x.size(0));
 }
 
-void layernorm(nb::handle x_, nb::handle weight_, nb::handle bias_, float eps, nb::handle out_) {
+void layernorm(nb::handle x_, nb::handle weight_, nb::handle bias_, double eps, nb::handle out_) {
     const Shape x_shape{"T", "d"};
     const Array x("layernorm", "x", x_, {Type::f32}, &x_shape);
     const Shape weight_shape{x.size(1)};
@@ -38,7 +38,7 @@ void layernorm(nb::handle x_, nb::handle weight_, nb::handle bias_, float eps, n
     const Array out("layernorm", "out", out_, {Type::f32}, &out_shape, Access::write);
     const NormArgs args{x.data<float>(),   weight.data<float>(), bias.data<float>(),
                         out.data<float>(), x.size(1),            eps};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     share_tokens(level().norms.layernorm, args, x.size(0));
 }
 
@@ -52,7 +52,7 @@ void rope(nb::handle x_, nb::handle cos_, nb::handle sin_) {
     const Array cos("rope", "cos", cos_, {Type::f32}, &angles);
     const Array sin("rope", "sin", sin_, {Type::f32}, &angles);
     const RopeArgs args{x.data<float>(), cos.data<float>(), sin.data<float>(), heads, width};
-    const nb::gil_scoped_release no_gil;
+    const NoGil no_gil;
     const Level& at = level();
     parallel_for([&](int64_t first, int64_t last, int) { at.norms.rope(args, first, last); }, tokens,
                  tokens_of(heads * width));

@@ -39,12 +39,33 @@ bool spin_until(Ready ready) {
     return false;
 }
 
+// How the processor rounds and whether it flushes denormal numbers: a thread has the mode that its creator
+// had then, and results must not depend on which thread computes them.
+#if defined(__x86_64__)
+using FloatMode = unsigned;
+inline FloatMode float_mode() { return __builtin_ia32_stmxcsr(); }
+inline void set_float_mode(FloatMode mode) { __builtin_ia32_ldmxcsr(mode); }
+#elif defined(__aarch64__)
+using FloatMode = uint64_t;
+inline FloatMode float_mode() {
+    FloatMode mode;
+    asm volatile("mrs %0, fpcr" : "=r"(mode));
+    return mode;
+}
+inline void set_float_mode(FloatMode mode) { asm volatile("msr fpcr, %0" : : "r"(mode)); }
+#else
+using FloatMode = int;
+inline FloatMode float_mode() { return 0; }
+inline void set_float_mode(FloatMode) {}
+#endif
+
 struct Job {
     Task task = nullptr;
     const void* context = nullptr;
     int64_t count = 0;
     int64_t chunk = 1;
     int threads = 1;
+    FloatMode mode = float_mode();
 };
 
 // What a thread takes next of what is left: much at first, because every start costs the hardware's
@@ -106,6 +127,7 @@ private:
             const Job job = job_;
             active_.fetch_add(1, std::memory_order_relaxed);
             lock.unlock();
+            set_float_mode(job.mode);
             work(job, worker);
             // Under the lock, so that the notification cannot fall between the owner's test and its wait.
             lock.lock();

@@ -63,7 +63,7 @@ nb::tuple predict(nb::handle w1_, nb::handle w2_, nb::handle x_, double threshol
                      x.data<float>(),  b1.data<float>(),  b2.data<float>(), static_cast<float>(threshold),
                      nullptr,          scores.data<float>(), active.get()};
     {
-        const nb::gil_scoped_release no_gil;
+        const NoGil no_gil;
         run_predict(args);
     }
     return union_of(active.get(), batch, n);
@@ -121,7 +121,7 @@ nb::tuple topk_union(nb::handle scores_, int64_t k) {
                          active.get() + b * n);
     };
     {
-        const nb::gil_scoped_release no_gil;
+        const NoGil no_gil;
         parallel_for(sequences, batch, 1);
     }
     return union_of(active.get(), batch, n);

@@ -204,8 +204,9 @@ def _activate(activation: Activation, x: F32Array) -> F32Array:
         # erfc keeps the left tail, where 1 + erf would cancel to nothing. NumPy has neither.
         half = np.array([math.erfc(-value * math.sqrt(0.5)) for value in x.ravel().tolist()], np.float32)
         return np.asarray(0.5 * x * half.reshape(x.shape), np.float32)
-    inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
-    return np.asarray(0.5 * x * (1 + np.tanh(inner)), np.float32)
+    # (1 + tanh z) / 2 is the logistic function of 2z, and that does not cancel in the left tail.
+    twice = 2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)
+    return np.asarray(x / (1 + np.exp(-twice)), np.float32)
 
 
 def _cut(value: F32Array, threshold: np.float32) -> F32Array:

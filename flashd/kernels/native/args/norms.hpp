@@ -11,7 +11,7 @@ struct NormArgs {
     const float* bias;    // [d] or null
     float* out;           // [tokens, d], perhaps x itself
     int64_t d;
-    float eps;
+    double eps;
 };
 
 struct RopeArgs {

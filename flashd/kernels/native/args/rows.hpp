@@ -33,7 +33,7 @@ struct DotsArgs : RowArgs {
     const float* x;          // [batch, d]; packed for RowVerbs
     float* out;              // [batch, columns]
     const int64_t* slots;    // [count] columns of out, or null: column i is i
-    const bool* mask;        // [batch, columns] or null
+    const uint8_t* mask;     // [batch, columns] or null; any value but 0 is true
     int64_t columns;
     const float* up_bias;    // [n] or null
     const float* gate_bias;  // [n] or null

@@ -10,8 +10,8 @@ inline float activate(Activation activation, float x) {
             return x / (1.0f + __builtin_expf(-x));
         case Activation::gelu:  // erfc keeps the left tail, where 1 + erf would cancel to nothing
             return 0.5f * x * __builtin_erfcf(-x * 0.70710678118654752440f);
-        default:
-            return 0.5f * x * (1.0f + __builtin_tanhf(0.79788456080286535588f * (x + 0.044715f * x * x * x)));
+        default:  // (1 + tanh z) / 2 = 1 / (1 + e^-2z), which does not cancel in the left tail
+            return x / (1.0f + __builtin_expf(-1.59576912160573071176f * (x + 0.044715f * x * x * x)));
     }
 }
 
@@ -43,7 +43,7 @@ inline bool find_used(const DotsArgs& a, int64_t first, int64_t count, bool* use
     for (int64_t i = 0; i < count; ++i) {
         bool* tile = used + i / kRowTile * a.batch;
         for (int64_t b = 0; b < a.batch; ++b) {
-            const bool uses = a.mask[b * a.columns + listed_column(a, first + i)];
+            const bool uses = a.mask[b * a.columns + listed_column(a, first + i)] != 0;
             tile[b] = uses | (i % kRowTile && tile[b]);
             any |= uses;
         }

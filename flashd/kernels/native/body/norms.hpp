@@ -1,53 +1,62 @@
 // RMSNorm, LayerNorm and rotary position embeddings.
 
-// Sum of term(x[i]) in one order: four accumulators that take vectors in turn. term(fill) is zero.
+// Statistics and differences are float64: squares of large float32 values overflow, and the rounded mean
+// of values far from zero would be off by more than these differ.
+using Singles = float __attribute__((vector_size(sizeof(Vec::F) / 2)));
+using Doubles = double __attribute__((vector_size(sizeof(Vec::F))));
+constexpr int64_t D = W / 2;
+
+FLASHD_INLINE Singles load_singles(const float* from) {
+    Singles value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return value;
+}
+
+FLASHD_INLINE Doubles load_doubles(const float* from) {
+    return __builtin_convertvector(load_singles(from), Doubles);
+}
+
+// Sum of term(x[i]) in one order: four accumulators that take vectors in turn, then what is left.
 template <class Term>
-inline float sum_of(const float* x, int64_t d, float fill, Term term) {
-    Vec::F sums[4] = {Vec::zero(), Vec::zero(), Vec::zero(), Vec::zero()};
+inline double sum_of(const float* x, int64_t d, Term term) {
+    Doubles sums[4] = {};
     int64_t i = 0;
-    for (; i + 4 * W <= d; i += 4 * W)
+    for (; i + 4 * D <= d; i += 4 * D)
 #pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) sums[j] = term(Vec::load(x + i + j * W), sums[j]);
-    for (; i + W <= d; i += W) sums[0] = term(Vec::load(x + i), sums[0]);
-    if (i < d) {
-        float padded[W];
-        Vec::store(padded, Vec::set(fill));
-        __builtin_memcpy(padded, x + i, static_cast<size_t>(d - i) * sizeof(float));
-        sums[1] = term(Vec::load(padded), sums[1]);
-    }
-    return Vec::sum(Vec::add(Vec::add(sums[0], sums[1]), Vec::add(sums[2], sums[3])));
+        for (int j = 0; j < 4; ++j) sums[j] += term(load_doubles(x + i + j * D));
+    for (; i + D <= d; i += D) sums[0] += term(load_doubles(x + i));
+    const Doubles lanes = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    double total = 0.0;
+    for (int64_t j = 0; j < D; ++j) total += lanes[j];
+    for (; i < d; ++i) total += term(static_cast<double>(x[i]));
+    return total;
+}
+
+// 1 / sqrt(mean of squared distances from `mean` + eps)
+inline double inverse_root(const NormArgs& a, const float* x, double mean) {
+    const double squares = sum_of(x, a.d, [&](auto value) { return (value - mean) * (value - mean); });
+    return 1.0 / __builtin_sqrt(squares / static_cast<double>(a.d) + a.eps);
 }
 
 // out[i] = (x[i] - mean) * factor * weight[i] + bias[i], as far as there is a bias.
-inline void scale_token(const NormArgs& a, const float* x, float mean, float factor, float* out) {
-    const Vec::F center = Vec::set(mean), scale = Vec::set(factor);
+inline void scale_token(const NormArgs& a, const float* x, double mean, double factor, float* out) {
     int64_t i = 0;
-    for (; i + W <= a.d; i += W) {
-        const Vec::F normal = (Vec::load(x + i) - center) * scale;
-        Vec::store(out + i, a.bias ? Vec::fma(normal, Vec::load(a.weight + i), Vec::load(a.bias + i))
-                                   : normal * Vec::load(a.weight + i));
+    for (; i + D <= a.d; i += D) {
+        Singles value = __builtin_convertvector((load_doubles(x + i) - mean) * factor, Singles);
+        value *= load_singles(a.weight + i);
+        if (a.bias) value += load_singles(a.bias + i);
+        __builtin_memcpy(out + i, &value, sizeof value);
     }
-    if (i == a.d) return;
-    const int64_t rest = a.d - i;
-    const Vec::F normal = (load_part(x + i, rest) - center) * scale;
-    const Vec::F weight = load_part(a.weight + i, rest);
-    store_part(out + i, a.bias ? Vec::fma(normal, weight, load_part(a.bias + i, rest)) : normal * weight, rest);
-}
-
-inline float mean_square(const float* x, int64_t d, float mean) {
-    const Vec::F center = Vec::set(mean);
-    const float squares = sum_of(x, d, mean, [&](Vec::F value, Vec::F sum) {
-        const Vec::F distance = value - center;
-        return Vec::fma(distance, distance, sum);
-    });
-    return squares / static_cast<float>(d);
+    for (; i < a.d; ++i) {
+        const float value = static_cast<float>((static_cast<double>(x[i]) - mean) * factor) * a.weight[i];
+        out[i] = a.bias ? value + a.bias[i] : value;
+    }
 }
 
 void rmsnorm(const NormArgs& a, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
         const float* x = a.x + t * a.d;
-        const float factor = 1.0f / __builtin_sqrtf(mean_square(x, a.d, 0.0f) + a.eps);
-        scale_token(a, x, 0.0f, factor, a.out + t * a.d);
+        scale_token(a, x, 0.0, inverse_root(a, x, 0.0), a.out + t * a.d);
     }
 }
 
@@ -55,10 +64,8 @@ void rmsnorm(const NormArgs& a, int64_t first, int64_t last) {
 void layernorm(const NormArgs& a, int64_t first, int64_t last) {
     for (int64_t t = first; t < last; ++t) {
         const float* x = a.x + t * a.d;
-        const float total = sum_of(x, a.d, 0.0f, [](Vec::F value, Vec::F sum) { return Vec::add(sum, value); });
-        const float mean = total / static_cast<float>(a.d);
-        const float factor = 1.0f / __builtin_sqrtf(mean_square(x, a.d, mean) + a.eps);
-        scale_token(a, x, mean, factor, a.out + t * a.d);
+        const double mean = sum_of(x, a.d, [](auto value) { return value; }) / static_cast<double>(a.d);
+        scale_token(a, x, mean, inverse_root(a, x, mean), a.out + t * a.d);
     }
 }
 
