@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
 from itertools import pairwise
@@ -23,7 +24,7 @@ from flashd.tools.bench.kernels.memory import Arena, arena_bytes
 from flashd.tools.bench.kernels.options import KernelOptions
 from flashd.tools.bench.kernels.run import bench_kernels
 from flashd.tools.bench.kernels.turns import Subject
-from flashd.tools.bench.kernels.with_torch import NoTorch, Torch
+from flashd.tools.bench.kernels.with_torch import NoTorch, Torch, passive_waiting
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -172,6 +173,17 @@ def test_a_broken_torch_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(NoTorch, match="not installed"):
         Torch(1)
+
+
+def test_openmp_is_told_not_to_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    with passive_waiting():
+        assert os.environ["OMP_WAIT_POLICY"] == "passive"
+    assert "OMP_WAIT_POLICY" not in os.environ
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    with passive_waiting():
+        assert os.environ["OMP_WAIT_POLICY"] == "active"
+    assert os.environ["OMP_WAIT_POLICY"] == "active"
 
 
 def test_blas_takes_the_threads_it_is_told(tmp_path: Path) -> None:

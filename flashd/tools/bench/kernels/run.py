@@ -242,7 +242,8 @@ def _find_torch(options: KernelOptions) -> tuple[Torch | None, str]:
     if not options.torch:
         return None, ""
     try:
-        return Torch(kernels.threads()), ""
+        # A quick run has too few calls for their best to be one that nobody disturbed.
+        return Torch(kernels.threads(), passive=options.quick), ""
     except NoTorch as exc:
         return None, f"torch: {exc}; nothing to compare with"
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,27 @@ _Ready = Callable[["torch.Tensor"], Callable[[], "torch.Tensor"]]
 MakeFfn = Callable[[WeightArray, WeightArray | None, WeightArray], Call]
 
 
+_WAIT_POLICY = "OMP_WAIT_POLICY"
+
+
 class NoTorch(Exception):
     """torch cannot take part; the text says why."""
+
+
+@contextmanager
+def passive_waiting() -> Iterator[None]:
+    """A block in which OpenMP, if it is loaded in it, learns that its threads shall not spin while they wait.
+
+    On a busy machine they spin on the CPU that the thread they wait for needs, which makes a call take 30
+    times as long; on an idle one spinning saves some microseconds a call.
+    """
+    before = os.environ.get(_WAIT_POLICY)
+    os.environ.setdefault(_WAIT_POLICY, "passive")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WAIT_POLICY]
 
 
 class Torch:
@@ -30,6 +50,7 @@ class Torch:
 
     Args:
         threads: of its operations.
+        passive: whether they shall not spin while they wait; without effect once torch is imported.
 
     Attributes:
         version: as it calls itself.
@@ -40,9 +61,10 @@ class Torch:
         NoTorch: it is not installed, or cannot be imported.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, passive: bool = False) -> None:
         try:
-            import torch
+            with passive_waiting() if passive else nullcontext():
+                import torch
         except ImportError as exc:
             missing = isinstance(exc, ModuleNotFoundError) and exc.name == "torch"
             raise NoTorch("it is not installed" if missing else f"it cannot be imported: {exc}") from exc
