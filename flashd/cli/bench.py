@@ -16,9 +16,13 @@ from flashd.cli.bench_report import print_io, print_kernels
 from flashd.cli.daemon import JsonOption
 from flashd.cli.render import EXIT_FAILURE, ByteProgress, note, print_error, print_json
 from flashd.errors import ConfigError
+from flashd.tools.bench.kernels.legend import HELP
 from flashd.tools.bench.kernels.options import VERBS, KernelOptions
 
 _NOTE_INTERVAL_S = 10.0
+# The first few measurements say little about the others.
+_MIN_DONE = 5
+_MIN_SHARE = 0.1
 _SIZE = re.compile(r"(\d+)(?:([KM])(?:i?B)?)?", re.IGNORECASE)
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -36,16 +40,17 @@ AlsoOption = Annotated[
 ]
 SizeOption = Annotated[
     list[str] | None,
-    typer.Option(help="Bytes of a random read, beside the bundle's own row, e.g. 8K,16K "
+    typer.Option(metavar="BYTES,...", help="Bytes of a random read, beside the bundle's own row, e.g. 8K,16K "
                  "[default: 8K,16K,32K].", show_default=False),
 ]  # fmt: skip
 DepthOption = Annotated[
     list[str] | None,
-    typer.Option(help="Random reads in flight, e.g. 32,64 [default: 1,2,4 ... 256].", show_default=False),
-]
+    typer.Option(metavar="N,...", help="Random reads in flight, e.g. 32,64 [default: 1,2,4 ... 256].",
+                 show_default=False),
+]  # fmt: skip
 EngineOption = Annotated[
     list[str] | None,
-    typer.Option(help="Some of uring,uring+registered,threads,buffered [default: all].",
+    typer.Option(metavar="NAME,...", help="Some of uring,uring+registered,threads,buffered [default: all].",
                  show_default=False),
 ]  # fmt: skip
 RoundsOption = Annotated[
@@ -87,9 +92,9 @@ def bench_io(
     from flashd.tools.bench import plot as drawing
 
     given = {
-        "sizes_bytes": None if size is None else tuple(map(parse_size, _items(size))),
-        "depths": None if depth is None else tuple(map(_parse_depth, _items(depth))),
-        "engines": None if engine is None else tuple(_items(engine)),
+        "sizes_bytes": None if size is None else tuple(map(parse_size, _items("--size", size))),
+        "depths": _numbers("--depth", depth, "reads such as 64"),
+        "engines": _names("--engine", engine),
         "rounds": rounds,
         "seconds": seconds,
     }
@@ -117,20 +122,21 @@ def bench_io(
 
 VerbOption = Annotated[
     list[str] | None,
-    typer.Option(help=f"Some of {', '.join(VERBS)} [default: all].", show_default=False),
+    typer.Option(metavar="NAME,...", help=f"Some of {', '.join(VERBS)} [default: all].", show_default=False),
 ]
 TypeOption = Annotated[
     list[str] | None,
-    typer.Option("--dtype", help="Some of f32,f16,bf16,u8 (bytes) [default: all].", show_default=False),
-]
+    typer.Option("--dtype", metavar="NAME,...", help="Some of f32,f16,bf16,u8 (bytes) [default: all].",
+                 show_default=False),
+]  # fmt: skip
 BatchOption = Annotated[
     list[str] | None,
-    typer.Option(help="Some numbers of sequences, or of a prompt's tokens, e.g. 1,4 [default: all].",
-                 show_default=False),
+    typer.Option(metavar="N,...", show_default=False,
+                 help="Some numbers of sequences, or of a prompt's tokens, e.g. 1,4 [default: all]."),
 ]  # fmt: skip
 
 
-@bench.command("kernels")
+@bench.command("kernels", help=HELP)
 def bench_kernels(
     verb: VerbOption = None,
     dtype: TypeOption = None,
@@ -141,7 +147,9 @@ def bench_kernels(
     ] = None,
     threads: Annotated[
         int | None,
-        typer.Option(help="Of the kernels, torch and NumPy [default: all cores].", show_default=False),
+        typer.Option(
+            help="Of the kernels, torch and NumPy [default, and most: all usable CPUs].", show_default=False
+        ),
     ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One short round on little memory: no figures to quote.")
@@ -149,29 +157,15 @@ def bench_kernels(
     no_torch: Annotated[bool, typer.Option("--no-torch", help="Don't compare with torch.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Measure every kernel beside the machine's memory, and beside torch where it is installed.
-
-    GB/s counts what a call must read once, 1e9 bytes to the GB: weights (of ffn_rows, which is ffn_dots and
-    ffn_down in turn, up and gate of the rows listed and down of those that fire; "gated" rows use SiLU, the
-    others ReLU), keys and values, or the source of a conversion. Results are not counted. All of it lies in
-    cold memory in huge pages: 512 MiB or four times the L3 cache are cycled through, at most 2 GiB and a
-    quarter of what is available.
-
-    DRAM is the share of the speed at which all threads read plain memory. GFLOP/s and PEAK, the share of the
-    best float32 matrix product of NumPy and torch, count where arithmetic is the limit: a prompt's 256
-    tokens. TORCH is how many times as fast as torch the same work is done (ffn_rows: beside dense layers).
-    All take turns in every round; figures are medians.
-
-    FLASHD_SIMD chooses the SIMD level. Don't use the machine meanwhile.
-    """
+    """See ``legend.HELP``, which is what ``--help`` shows."""
     from dataclasses import asdict
 
     from flashd.tools.bench.kernels.run import bench_kernels as run
 
     options = KernelOptions(
-        verbs=_names(verb),
-        dtypes=_names(dtype),
-        batches=None if batch is None else tuple(map(_parse_batch, _items(batch))),
+        verbs=_names("--verb", verb),
+        dtypes=_names("--dtype", dtype),
+        batches=_numbers("--batch", batch, "sequences such as 4"),
         rounds=rounds if rounds is not None else 1 if quick else 5,
         threads=threads,
         quick=quick,
@@ -201,7 +195,9 @@ class _Countdown:
             self._start_s = self._said_s = now_s
         elif done < total and now_s - self._said_s > _NOTE_INTERVAL_S:
             left_s = (now_s - self._start_s) / done * (total - done)
-            note(f"{done} of {total} measurements done, about {_rounded(left_s)} left")
+            known = done >= _MIN_DONE or done >= _MIN_SHARE * total
+            left = f", about {_rounded(left_s)} left" if known else ""
+            note(f"{done} of {total} measurements done{left}")
             self._said_s = now_s
 
 
@@ -211,24 +207,28 @@ def _rounded(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _items(given: Sequence[str]) -> list[str]:
+def _items(option: str, given: Sequence[str]) -> list[str]:
     """An option that is repeated, takes a list with commas, or both; each item once."""
-    return list(dict.fromkeys(item.strip() for text in given for item in text.split(",")))
+    items = list(dict.fromkeys(item.strip() for text in given for item in text.split(",")))
+    if "" in items:
+        raise ConfigError(f"{option} has an empty item: {','.join(given)!r}")
+    return items
 
 
-def _names(given: Sequence[str] | None) -> tuple[str, ...] | None:
-    return None if given is None else tuple(_items(given))
+def _names(option: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(_items(option, given))
 
 
-def _parse_batch(text: str) -> int:
+def _numbers(option: str, given: Sequence[str] | None, example: str) -> tuple[int, ...] | None:
+    """Numbers; ``example`` says of what, and shows one."""
+    if given is None:
+        return None
+    return tuple(_number(option, text, example) for text in _items(option, given))
+
+
+def _number(option: str, text: str, example: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"--batch is {text!r}, expected a number of sequences such as 4")
-    return int(text)
-
-
-def _parse_depth(text: str) -> int:
-    if not text.isdecimal():
-        raise ConfigError(f"--depth is {text!r}, expected a number of reads such as 64")
+        raise ConfigError(f"{option} is {text!r}, expected a number of {example}")
     return int(text)
 
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from flashd.cli.render import human_bytes, paragraph, safe_text, table
+from flashd.tools.bench.kernels.legend import BATCH, HOT, shapes
 
 if TYPE_CHECKING:
     from flashd.tools.bench.kernels.report import KernelReport, KernelRow
@@ -54,15 +55,25 @@ def _io_cells(row: IoRow, notes: Sequence[str]) -> list[str]:
     ]
 
 
-def _aligned(headers: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence[int] = (0, 1)) -> None:
-    """A table without lines, which needs less than 80 columns; those of ``words`` are no numbers."""
+def _aligned(
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    words: Sequence[int] = (0, 1),
+    close: Sequence[int] = (),
+) -> None:
+    """A table without lines, which needs at most 80 columns.
+
+    Those of ``words`` are no numbers; those of ``close`` have headers wider than their numbers, so that one
+    space before them will do.
+    """
     widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     for row in (headers, *rows):
         cells = [
             cell.ljust(width) if index in words else cell.rjust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
-        print("  ".join(cells).rstrip())
+        spaced = (" " * (1 if index in close else 2) + cell for index, cell in enumerate(cells))
+        print("".join(spaced)[2:].rstrip())
 
 
 def _about_io(report: IoReport) -> None:
@@ -93,22 +104,32 @@ def _about_io(report: IoReport) -> None:
 
 def print_kernels(report: KernelReport) -> None:
     """The result for people: a table, what its columns are, and what it was measured on."""
-    headers = ("VERB", "TYPE", "BATCH", "SHAPE", "GB/s", "DRAM", "GFLOP/s", "PEAK", "TORCH")
+    headers = ("VERB", "TYPE", "BATCH", "SHAPE", "GB/s", "/DRAM", "GFLOP/s", "/SGEMM", "xTORCH")
     cells = [_kernel_cells(row) for row in report.rows]
     if sys.stdout.isatty():
-        _aligned(headers, cells, words=(0, 1, 3))
+        _aligned(headers, cells, words=(0, 1, 3), close=(2, 5, 7, 8))
     else:
         table(headers, cells)
     print()
+    paragraph(f"BATCH: {BATCH}")
+    paragraph(f"SHAPE: {shapes({row.verb for row in report.rows})}")
     paragraph(
-        f"DRAM: share of the {report.dram_gb_per_s:.2f} GB/s at which all threads read plain memory "
+        f"/DRAM: share of the {report.dram_gb_per_s:.2f} GB/s at which all threads read plain memory "
         "(median ratio of the rounds; - where arithmetic is the limit)"
     )
     if report.sgemm_gflops is not None:
-        better = "the better of NumPy's and torch's" if report.torch else "NumPy's"
-        paragraph(f"PEAK: share of the {report.sgemm_gflops:.0f} GFLOP/s of {better} float32 matrix product")
+        m, k, n = report.sgemm_shape
+        paragraph(
+            f"/SGEMM: share of the {report.sgemm_gflops:.0f} GFLOP/s of the float32 matrix product "
+            f"[{m},{k}] x [{k},{n}], {HOT}, {'best of NumPy and torch' if report.torch else 'of NumPy'}"
+        )
     if report.torch is not None:
-        paragraph(f"TORCH: how many times as fast as torch {report.torch} on the same threads")
+        text = (
+            f"xTORCH: how many times as fast as torch {report.torch} in its fastest way on the same threads"
+        )
+        if any(row.verb == "ffn_rows" and row.torch_ratio is not None for row in report.rows):
+            text += "; ffn_rows 100% beside dense layers, which cannot skip neurons that did not fire"
+        paragraph(text)
     paragraph(f"{report.cpu}, {_kernels_text(report)}; {_memory_text(report)}; {_rounds_text(report)}")
 
 

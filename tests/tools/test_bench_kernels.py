@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from support import flashd_command, flashd_env
 
 from flashd import kernels
 from flashd.cli.main import main
+from flashd.tools.bench.kernels import legend
 from flashd.tools.bench.kernels.options import VERBS
 from flashd.types import NUMPY_DTYPE
 
@@ -80,13 +82,16 @@ def test_figures_belong_together(report: dict[str, Any]) -> None:
             assert row["torch_ratio"] is None
         else:
             assert row["torch_ratio"] == row["gb_per_s"] / row["torch_gb_per_s"]
-        if row["compute_bound"]:
-            assert row["batch"] > PROMPT
+        assert row["compute_bound"] == ((row["batch"] or 0) > PROMPT and row["gflops"] is not None)
+        if row["gflops"] is not None and row["batch"] >= PROMPT:
             assert row["peak_ratio"] == pytest.approx(row["gflops"] / row["sgemm_gflops"])
         else:
             assert row["peak_ratio"] is None
     assert report["dram_gb_per_s"] == median(row["dram_gb_per_s"] for row in rows)
-    assert report["sgemm_gflops"] == median(row["sgemm_gflops"] for row in rows if row["compute_bound"])
+    assert report["sgemm_gflops"] == median(row["sgemm_gflops"] for row in rows if row["sgemm_gflops"])
+    assert report["sgemm_shape"] == [128, 512, 512]
+    (itself,) = (row for row in rows if row["verb"] == "read_all")
+    assert 0.2 < itself["dram_ratio"] < 5
 
 
 def test_torch_does_what_it_can(report: dict[str, Any]) -> None:
@@ -98,18 +103,25 @@ def test_torch_does_what_it_can(report: dict[str, Any]) -> None:
 def test_counted_bytes(report: dict[str, Any]) -> None:
     """Weights that must be read: all of a dense layer, and of an FFN what is listed and fires."""
     for row in report["rows"]:
+        assert isinstance(row["bytes"], int)
+        flops = (row["gflops"] or 0) * row["median_ms"] * 1e6
         if row["verb"] in ("gemv", "gemm"):
             n, k = map(int, row["shape"].split("x"))
             assert row["bytes"] == n * k * NUMPY_DTYPE[row["dtype"]].itemsize
-            assert row["gflops"] == pytest.approx(2e-6 * n * k * row["batch"] / row["median_ms"])
+            assert flops == pytest.approx(2 * n * k * row["batch"])
         if row["verb"] == "ffn_rows":
             size, kind, share = row["shape"].split()
             n, d = map(int, size.split("x"))
-            row_bytes = round(n * int(share[:-1]) / 100) * d * NUMPY_DTYPE[row["dtype"]].itemsize
+            listed = round(n * int(share[:-1]) / 100)
+            row_bytes = listed * d * NUMPY_DTYPE[row["dtype"]].itemsize
             if kind == "gated":  # SiLU is never exactly 0
                 assert row["bytes"] == 3 * row_bytes
+                assert flops == pytest.approx(2 * 3 * listed * d * row["batch"])
             else:
                 assert row_bytes < row["bytes"] <= 2 * row_bytes
+                # Of up all, of down what fired: about half for each sequence, all for a prompt.
+                least, most = (1.9, 2.001) if row["compute_bound"] else (1.25, 1.75)
+                assert least <= flops / (2 * listed * d * row["batch"]) <= most
         if row["verb"] == "attention":
             heads, length = row["shape"].split(" of ")
             kv_heads, width = map(int, heads.split("/")[1].split("x"))
@@ -143,7 +155,11 @@ def test_filters_threads_and_simd(tmp_path: Path) -> None:
     [
         (("--verb", "gemv,gemw"), f"unknown verb 'gemw'; known: {', '.join(VERBS)}"),
         (("--dtype", "f64"), "unknown dtype 'f64'; known: f32, f16, bf16, u8"),
+        (("--verb", "gemv,ffn_dots"), "ffn_dots and ffn_down are measured together as ffn_rows"),
         (("--batch", "one"), "--batch is 'one', expected a number"),
+        (("--batch", "1,"), "--batch has an empty item: '1,'"),
+        (("--batch", "256", "--quick"), "has batch 256; batches are 1, 4, 16, 32"),
+        (("--batch", "3", "--verb", "topk_union"), "has batch 3; batches are 1, 4"),
         (("--batch", "0"), "batch is 0, expected at least 1"),
         (("--rounds", "0"), "rounds is 0, expected 1 to 1000"),
         (("--threads", "257"), "threads is 257, expected 1 to 256"),
@@ -176,10 +192,23 @@ def test_without_torch_the_column_is_empty(tmp_path: Path) -> None:
     header, *rows = (line.split("\t") for line in done.stdout.splitlines() if "\t" in line)
     shown = [dict(zip(header, row, strict=True)) for row in rows]
     assert {row["VERB"] for row in shown} == {"gemv", "gemm"}
-    assert {row["TORCH"] for row in shown} == {"-"}
-    assert all((row["PEAK"] == "-") == (row["VERB"] == "gemv") for row in shown)
-    assert all((row["DRAM"] == "-") == (row["VERB"] == "gemm") for row in shown)
-    assert "NumPy's float32 matrix product" in done.stdout
+    assert {row["xTORCH"] for row in shown} == {"-"}
+    assert all((row["/SGEMM"] == "-") == (int(row["BATCH"]) < PROMPT) for row in shown)
+    assert all((row["/DRAM"] == "-") == (row["VERB"] == "gemm") for row in shown)
+    assert "float32 matrix product [128,512] x [512,512]" in done.stdout
+    assert "of NumPy" in done.stdout
+    assert "SHAPE: gemv, gemm: n x k of weights\n" in done.stdout
+
+
+def test_help_names_all_that_the_report_has(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["flashd", "bench", "kernels", "--help"])
+    with pytest.raises(SystemExit):
+        main()
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert words >= {*report, *report["rows"][0], *VERBS, *kernels.available_simd()} - {"numpy"}
+    assert {name for names, _, _ in legend.SHAPES for name in names} == set(VERBS)
 
 
 def test_no_other_command_imports_torch(tmp_path: Path) -> None:

@@ -7,19 +7,20 @@ activations do. Sizes are those of models of 1 to 7 billion parameters.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from flashd import kernels
-from flashd.tools.bench.kernels.with_torch import Torch
+from flashd.tools.bench.kernels.turns import Call
+from flashd.tools.bench.kernels.with_torch import NoTorch, Torch
 from flashd.types import NUMPY_DTYPE, F32Array, U8Array, WeightArray
 
-Call = Callable[[], object]
-
 EPS = 1e-5
+# Sequences from which a product has as much to compute as to read.
+MANY = 16
 
 
 class Case(ABC):
@@ -32,7 +33,7 @@ class Case(ABC):
         shape: in words.
         nbytes: memory of one call.
         compute_bound: whether arithmetic is its limit.
-        flops: of a call; None where they are not what it is about.
+        flops: of a call that leaves nothing out; None where they are not what it is about.
     """
 
     def __init__(
@@ -62,15 +63,24 @@ class Case(ABC):
     def ours(self, memory: U8Array) -> Call:
         """The verb's call on a piece of cold memory."""
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call] | None:
-        """The same with torch, a call for each piece; None where it has nothing like it."""
-        del torch, parts
-        return None
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
+        """The same with torch, in as many ways as there are, each a call for each piece.
 
-    def counted_bytes(self, memory: U8Array) -> int:
-        """Bytes of the piece that a call must read once."""
+        Raises:
+            NoTorch: this torch cannot; later ones can.
+        """
+        del torch, parts
+        return []
+
+    def counted(self, memory: U8Array) -> tuple[float, float | None]:
+        """Bytes of the piece that a call must read once, and its floating-point operations."""
         del memory
-        return self.nbytes
+        return self.nbytes, self.flops
+
+    @property
+    def beside_product(self) -> bool:
+        """Whether it is worth a look beside a matrix product of as many threads."""
+        return self.flops is not None and (self.compute_bound or (self.batch or 0) >= MANY)
 
     def __str__(self) -> str:
         batch = "" if self.batch is None else f", batch {self.batch}"
@@ -97,16 +107,16 @@ class ReadAll(Case):
         """See ``Case``."""
         return lambda: kernels.read_all(memory)
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
         """See ``Case``."""
-        return [torch.read(part) for part in parts]
+        return [[torch.read(part) for part in parts]]
 
 
 class Gemv(Case):
     """A dense layer: ``gemv`` for a few sequences, ``gemm`` for a prompt."""
 
     def __init__(self, dtype: str, batch: int, n: int, k: int) -> None:
-        prompt = batch > 16
+        prompt = batch > MANY
         nbytes = n * k * NUMPY_DTYPE[dtype].itemsize
         super().__init__(
             "gemm" if prompt else "gemv",
@@ -132,10 +142,10 @@ class Gemv(Case):
         w, x, out = weights(memory, self.dtype, self._n, self._k), self._x, self._out
         return lambda: verb(w, x, out)
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
         """See ``Case``."""
-        make = torch.linear(self._x, self.dtype)
-        return [make(weights(part, self.dtype, self._n, self._k)) for part in parts]
+        ways = torch.linear(self._x, self.dtype)
+        return [[make(weights(part, self.dtype, self._n, self._k)) for part in parts] for make in ways]
 
 
 class Predict(Case):
@@ -195,7 +205,7 @@ class Attention(Case):
             tokens,
             f"{heads}/{kv_heads}x{self.WIDTH} of {length}",
             nbytes,
-            compute_bound=tokens > 16,
+            compute_bound=tokens > MANY,
             flops=4.0 * self.WIDTH * scores,
         )
         self._heads, self._kv_heads, self._length = heads, kv_heads, length
@@ -217,10 +227,10 @@ class Attention(Case):
         k, v = self._keys_values(memory)
         return lambda: kernels.attention(self._q, k, v, self._length, self._scale, self._out)
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
         """See ``Case``."""
-        make = torch.attention(self._q, self.dtype, self._length, self._scale)
-        return [make(*self._keys_values(part)) for part in parts]
+        ways = torch.attention(self._q, self.dtype, self._kv_heads, self._length, self._scale)
+        return [[make(*self._keys_values(part)) for part in parts] for make in ways]
 
 
 class Norm(Case):
@@ -243,12 +253,14 @@ class Norm(Case):
             return lambda: kernels.rmsnorm(x, self._weight, EPS, self._out)
         return lambda: kernels.layernorm(x, self._weight, self._bias, EPS, self._out)
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call] | None:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
         """See ``Case``."""
         all_x = [weights(part, "f32", self._tokens, self._d) for part in parts]
         if self.verb == "layernorm":
-            return [torch.layernorm(x, self._weight, self._bias, EPS) for x in all_x]
-        return [torch.rmsnorm(x, self._weight, EPS) for x in all_x] if torch.has_rmsnorm else None
+            return [[torch.layernorm(x, self._weight, self._bias, EPS) for x in all_x]]
+        if not torch.has_rmsnorm:
+            raise NoTorch(f"torch {torch.version} has no rms_norm, 2.4 and later have")
+        return [[torch.rmsnorm(x, self._weight, EPS) for x in all_x]]
 
 
 class Rope(Case):
@@ -305,6 +317,6 @@ class Convert(Case):
         verb = kernels.to_f32 if self.verb == "to_f32" else kernels.from_f32
         return lambda: verb(src, self._out)
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call]:
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
         """See ``Case``."""
-        return [torch.convert(weights(part, self._types[0], self._elements), self._out) for part in parts]
+        return [[torch.convert(weights(part, self._types[0], self._elements), self._out) for part in parts]]

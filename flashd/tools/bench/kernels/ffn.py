@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import cycle
 
 import numpy as np
+import numpy.typing as npt
 
 from flashd import kernels
-from flashd.tools.bench.kernels.cases import Call, Case, normal, weights
-from flashd.tools.bench.kernels.with_torch import Torch
+from flashd.tools.bench.kernels.cases import MANY, Case, normal, weights
+from flashd.tools.bench.kernels.turns import Call
+from flashd.tools.bench.kernels.with_torch import MakeFfn, Torch
 from flashd.types import NUMPY_DTYPE, Activation, DType, U8Array
 
 
@@ -21,14 +24,16 @@ class FfnRows(Case):
         n: rows of the window.
         d: width of the model.
         gated: rows ``[up | gate | down]`` with SiLU, else ``[up | down]`` with ReLU.
-        share: of the rows that are listed, at random and ascending.
+        share: of the rows that are listed, at random and ascending. Each time that a piece of memory comes
+            round again, its call lists rows that it did not list before, as long as there are such: what
+            was listed last time may still be in the caches.
     """
 
     def __init__(self, dtype: DType, batch: int, n: int, d: int, gated: bool, share: float) -> None:
         self._vectors = 3 if gated else 2
         self._row_bytes = d * NUMPY_DTYPE[dtype].itemsize
         listed = round(n * share)
-        prompt = batch > 16
+        prompt = batch > MANY
         super().__init__(
             "ffn_rows",
             dtype,
@@ -41,9 +46,11 @@ class FfnRows(Case):
         self._kind, self._sequences, self._n, self._d, self._gated = dtype, batch, n, d, gated
         self._activation: Activation = "silu" if gated else "relu"
         self._listed = listed
+        rows = np.random.default_rng(2).permutation(n)
         # A prompt takes whole windows, without a list.
-        chosen = np.sort(np.random.default_rng(2).permutation(n)[:listed])
-        self._index = None if prompt else chosen
+        self._lists: list[npt.NDArray[np.int64] | None] = (
+            [None] if prompt else [np.sort(rows[i : i + listed]) for i in range(0, n - listed + 1, listed)]
+        )
 
     def start(self, memory: U8Array) -> None:
         """See ``Case``."""
@@ -52,39 +59,51 @@ class FfnRows(Case):
         self._h = np.empty((self._sequences, self._listed), np.float32)
         self._acc = np.zeros((self._sequences, self._d), np.float32)
 
-    def _dots(self, rows: U8Array) -> int:
+    def _dots(self, rows: U8Array, index: npt.NDArray[np.int64] | None) -> int:
         """Compute ``h``; returns how many rows fired."""
         fired = kernels.ffn_dots(
-            rows, self._kind, self._d, self._gated, self._activation, self._x, self._h, index=self._index
+            rows, self._kind, self._d, self._gated, self._activation, self._x, self._h, index=index
         )
         return len(fired)
 
     def ours(self, memory: U8Array) -> Call:
         """See ``Case``."""
         rows = memory.reshape(self._n, -1)
+        lists = cycle(self._lists)
 
         def both() -> None:
-            self._dots(rows)
+            index = next(lists)
+            self._dots(rows, index)
             self._acc.fill(0)
-            kernels.ffn_down(rows, self._kind, self._d, self._gated, self._h, self._acc, self._index)
+            kernels.ffn_down(rows, self._kind, self._d, self._gated, self._h, self._acc, index)
 
         return both
 
-    def counted_bytes(self, memory: U8Array) -> int:
-        """See ``Case``: up and gate of the listed rows, down of those that fire."""
-        fired = self._dots(memory.reshape(self._n, -1))
-        return ((self._vectors - 1) * self._listed + fired) * self._row_bytes
+    def counted(self, memory: U8Array) -> tuple[float, float]:
+        """See ``Case``: up and gate of the listed rows, down of those that fire; means of the lists.
 
-    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[Call] | None:
+        A sequence leaves out the rows that did not fire for it; a prompt's tokens share their rows.
+        """
+        rows = memory.reshape(self._n, -1)
+        read = products = 0
+        for index in self._lists:
+            fired = self._dots(rows, index)
+            read += fired
+            products += fired * self._sequences if self.compute_bound else int(np.count_nonzero(self._h))
+        before_down = (self._vectors - 1) * self._listed
+        vectors = before_down + read / len(self._lists)
+        all_products = before_down * self._sequences + products / len(self._lists)
+        return vectors * self._row_bytes, 2.0 * self._d * all_products
+
+    def torch(self, torch: Torch, parts: Sequence[U8Array]) -> list[list[Call]]:
         """See ``Case``: dense layers over the same memory, so only where all rows are listed."""
         if self._listed < self._n:
-            return None
-        make = torch.ffn(self._x, self._kind)
+            return []
+        return [[self._with(make, part) for part in parts] for make in torch.ffn(self._x, self._kind)]
+
+    def _with(self, make: MakeFfn, memory: U8Array) -> Call:
         size = self._n * self._row_bytes
-        calls = []
-        for part in parts:
-            up, *gate, down = (
-                weights(part[i * size :], self._kind, self._n, self._d) for i in range(self._vectors)
-            )
-            calls.append(make(up, gate[0] if gate else None, down.reshape(self._d, self._n)))
-        return calls
+        up, *gate, down = (
+            weights(memory[i * size :], self._kind, self._n, self._d) for i in range(self._vectors)
+        )
+        return make(up, gate[0] if gate else None, down.reshape(self._d, self._n))

@@ -1,8 +1,9 @@
 """Cold memory: so much of it that whatever is read next has left the caches since it was read last.
 
 One arena serves all cases, one after the other: each sees it as weights of its own shape and type. A
-position moves through it; everybody who is measured takes what comes next, so that between two reads
-of the same byte the whole arena is read, by whomever.
+position moves through it, and everybody who is measured takes what comes next. A call that reads all of
+its piece finds nothing again before everything else was read, by whomever. One that reads a part of it
+(listed rows) takes other parts of the piece in turn: see ``ffn``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MIN_BYTES = 512 << 20
 MAX_BYTES = 2 << 30
 QUICK_BYTES = 64 << 20
 # Of the L3 caches together; an arena of that size leaves them as good as no hits.
-_L3_TIMES = 4
+L3_TIMES = 4
 # Of what is available: the rest is for torch, its copies, and everybody else on the machine.
 _SHARE = 4
 _ROOT = Path("/")
@@ -99,7 +100,7 @@ def arena_bytes(largest: int, quick: bool, l3: int | None, available: int) -> in
     Raises:
         FlashdError: a quarter of what is available does not hold the largest case.
     """
-    wanted = QUICK_BYTES if quick else min(max(MIN_BYTES, _L3_TIMES * (l3 or 0)), MAX_BYTES)
+    wanted = QUICK_BYTES if quick else min(max(MIN_BYTES, L3_TIMES * (l3 or 0)), MAX_BYTES)
     nbytes = min(wanted, available // _SHARE) // PAGE_BYTES * PAGE_BYTES
     needed = _stride(largest)
     if nbytes < needed:

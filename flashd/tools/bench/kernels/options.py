@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashd.errors import ConfigError
+from flashd.kernels.check import MAX_THREADS
 
 VERBS = (
     "read_all", "gemv", "gemm", "ffn_rows", "predict", "topk_union", "attention", "rmsnorm", "layernorm",
     "rope", "crc32c", "to_f32", "from_f32",
 )  # fmt: skip
 DTYPES = ("f32", "f16", "bf16", "u8")
-MAX_THREADS = 256
 MAX_ROUNDS = 1000
+_TOGETHER = ("ffn_dots", "ffn_down")
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class KernelOptions:
         dtypes: some of ``DTYPES``, of the weights or of what is read; None is all.
         batches: sequences, or tokens of a prompt; None is all.
         rounds: how often; figures are medians.
-        threads: of the kernels, of torch and of NumPy's BLAS; None leaves the kernels' default.
+        threads: of the kernels, of torch and of NumPy's BLAS, at most the usable CPUs; None leaves the
+            kernels' default.
         quick: few rows, little memory and short samples: shows that everything runs, not how fast.
         torch: whether to compare with torch, where it is installed.
     """
@@ -38,6 +40,9 @@ class KernelOptions:
     torch: bool = True
 
     def __post_init__(self) -> None:
+        for name in _TOGETHER:
+            if name in (self.verbs or ()):
+                raise ConfigError(f"{' and '.join(_TOGETHER)} are measured together as ffn_rows")
         for what, names, known in (("verb", self.verbs, VERBS), ("dtype", self.dtypes, DTYPES)):
             for name in names or ():
                 if name not in known:

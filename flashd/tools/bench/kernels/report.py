@@ -16,7 +16,7 @@ class KernelRow:
         dtype: of what is read: ``f32``, ``f16``, ``bf16``, or ``u8`` for bytes.
         batch: sequences, or tokens of a prompt; None where there are none.
         shape: in words, e.g. ``8192x2048 gated 30%``.
-        compute_bound: whether arithmetic is the limit, so that ``peak_ratio`` counts and not ``dram_ratio``.
+        compute_bound: whether arithmetic is the limit, a prompt's tokens; no ``dram_ratio`` then.
         bytes: that one call has to read once: weights (of ``ffn_rows`` the listed rows' up and gate and the
             fired rows' down), keys and values of ``length``, or the source. Results are not counted.
             Mean over the memory that was cycled through.
@@ -24,12 +24,13 @@ class KernelRow:
         gb_per_s: median, 1e9 bytes a second.
         dram_gb_per_s: median of what reading plain memory gave in the same rounds.
         dram_ratio: ``gb_per_s / dram_gb_per_s``; None if compute-bound.
-        torch_gb_per_s: torch, the same bytes divided by its time; None without it.
+        torch_gb_per_s: torch in its fastest way, the same bytes divided by its time; None without it.
         torch_ratio: how many times as fast as torch; None without it.
         gflops: 1e9 floating-point operations a second, a multiplication and an addition being two; None
-            where they are not what a verb is about.
-        sgemm_gflops: the better of NumPy's and torch's float32 matrix product in the same rounds, or None.
-        peak_ratio: ``gflops / sgemm_gflops`` if compute-bound, else None.
+            where they are not what a verb is about. Rows of ``ffn_rows`` that did not fire are none.
+        sgemm_gflops: the better of NumPy's and torch's float32 matrix product ``KernelReport.sgemm_shape`` in
+            the same rounds, its operands in the caches; None below a batch of 16.
+        peak_ratio: ``gflops / sgemm_gflops``, or None.
         rounds_gb_per_s, rounds_dram_gb_per_s, rounds_torch_gb_per_s, rounds_sgemm_gflops: of each round.
     """
 
@@ -38,7 +39,7 @@ class KernelRow:
     batch: int | None
     shape: str
     compute_bound: bool
-    bytes: float
+    bytes: int
     median_ms: float
     gb_per_s: float
     dram_gb_per_s: float
@@ -60,7 +61,10 @@ class KernelReport:
 
     Attributes:
         dram_gb_per_s: median of all rounds of all cases: ``read_all`` over cold memory with all threads.
-        sgemm_gflops: the same of the float32 matrix product; None if no case is compute-bound.
+        sgemm_gflops: the same of the float32 matrix product; None without a batch of 16 or more.
+        sgemm_shape: ``[m, k, n]`` of that product, ``[m, k]`` by ``[k, n]``: ``[512, 2048, 2048]``, less if
+            quick. Its operands are in the caches; the better of NumPy and torch counts.
+        other_cpus: how many of the usable CPUs other programs kept busy meanwhile; None if unknown.
         rows: see ``KernelRow``.
         simd: the level in use.
         native: False for the NumPy twins.
@@ -76,6 +80,8 @@ class KernelReport:
 
     dram_gb_per_s: float
     sgemm_gflops: float | None
+    sgemm_shape: tuple[int, int, int]
+    other_cpus: float | None
     rows: list[KernelRow]
     simd: str
     native: bool
