@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -120,6 +121,25 @@ def flashd_env(runtime_dir: Path) -> dict[str, str]:
     env = {key: value for key, value in os.environ.items() if not key.startswith("FLASHD_")}
     own = {"XDG_CONFIG_HOME": str(runtime_dir / "config"), "XDG_CACHE_HOME": str(runtime_dir / "cache")}
     return {**env, "XDG_RUNTIME_DIR": str(runtime_dir), **own}
+
+
+def lines_on_a_terminal(columns: int, runtime_dir: Path, *args: str) -> list[str]:
+    """What ``flashd ARGS`` prints on a terminal that is so wide."""
+    ours, theirs = pty.openpty()
+    try:
+        done = subprocess.run(
+            flashd_command(*args),
+            env=flashd_env(runtime_dir) | {"COLUMNS": str(columns)},
+            stdout=theirs,
+            stderr=subprocess.PIPE,
+            timeout=60,
+        )
+        assert done.returncode == 0, done.stderr
+        os.set_blocking(ours, False)
+        return os.read(ours, 1 << 16).decode().splitlines()
+    finally:
+        os.close(ours)
+        os.close(theirs)
 
 
 @contextmanager

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import pty
 import shutil
 import signal
 import subprocess
 from pathlib import Path
 
 import pytest
-from support import flashd_command, flashd_env
+from support import flashd_command, flashd_env, lines_on_a_terminal
 
 from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
 from flashd.tools.bench.io import bench_io, io_options
@@ -107,22 +105,8 @@ def test_lists_with_commas_and_several_bundles(bundle: MadeBundle, tmp_path: Pat
 
 
 def test_a_terminal_of_80_columns_is_enough(bundle: MadeBundle, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
     args = ("--quick", "--seconds", "0.02", "--no-fio", "--depth", "128")
-    try:
-        done = subprocess.run(
-            flashd_command("bench", "io", str(bundle.directory), *args),
-            env=flashd_env(tmp_path) | {"COLUMNS": "80"},
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        os.set_blocking(ours, False)
-        lines = os.read(ours, 1 << 16).decode().splitlines()
-    finally:
-        os.close(ours)
-        os.close(theirs)
+    lines = lines_on_a_terminal(80, tmp_path, "bench", "io", str(bundle.directory), *args)
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("buffered  ") for line in lines)
     # An engine that works has a row under its whole name.

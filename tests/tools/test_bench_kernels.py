@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -14,7 +12,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from support import flashd_command, flashd_env
+from support import flashd_command, flashd_env, lines_on_a_terminal
 
 from flashd import kernels
 from flashd.cli.main import main
@@ -221,21 +219,7 @@ def test_no_other_command_imports_torch(tmp_path: Path) -> None:
 
 def test_a_terminal_of_80_columns_is_enough(tmp_path: Path) -> None:
     args = ("--quick", "--no-torch", "--verb", "ffn_rows,attention,topk_union")
-    ours, theirs = pty.openpty()
-    try:
-        done = subprocess.run(
-            flashd_command("bench", "kernels", *args),
-            env=flashd_env(tmp_path) | {"COLUMNS": "80"},
-            stdout=theirs,
-            stderr=subprocess.PIPE,
-            timeout=60,
-        )
-        assert done.returncode == 0, done.stderr
-        os.set_blocking(ours, False)
-        lines = os.read(ours, 1 << 16).decode().splitlines()
-    finally:
-        os.close(ours)
-        os.close(theirs)
+    lines = lines_on_a_terminal(80, tmp_path, "bench", "kernels", *args)
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("ffn_rows    bf16 ") for line in lines)
     assert any(f"SIMD level {kernels.simd_level()}" in line for line in lines)

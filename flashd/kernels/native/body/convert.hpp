@@ -2,11 +2,7 @@
 
 template <class T>
 void widen(const ConvertArgs& a, int64_t first, int64_t last) {
-    const T* from = static_cast<const T*>(a.from);
-    float* to = static_cast<float*>(a.to);
-    int64_t i = first;
-    for (; i + W <= last; i += W) Vec::store(to + i, Vec::load(from + i));
-    if (i < last) store_part(to + i, load_part(from + i, last - i), last - i);
+    widen_row(static_cast<const T*>(a.from) + first, last - first, static_cast<float*>(a.to) + first);
 }
 
 template <class T>
