@@ -22,6 +22,7 @@ VERIFY = ("auto", "reads")
 KV_DTYPES = ("f16", "f32")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BATCH = 16  # the kernels' limit: one step reads each weight once for so many sequences
+MAX_THREADS = 256  # of the kernels
 ENV_PREFIX = "FLASHD_"
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import os
 
+from flashd.config import MAX_THREADS as MAX_THREADS
 from flashd.errors import ConfigError
-from flashd.kernels.check import MAX_THREADS as MAX_THREADS
 from flashd.kernels.cpus import default_threads as default_threads
 
 try:

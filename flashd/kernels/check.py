@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashd.config import MAX_BATCH, MAX_THREADS
 from flashd.types import NUMPY_DTYPE
 
-MAX_BATCH = 16
-MAX_THREADS = 256
 BATCH = f"1..{MAX_BATCH}"
 TOKENS = "1.."  # as many as a prompt has
 # Arrays of no bytes may claim any shape, and loops over it never end.

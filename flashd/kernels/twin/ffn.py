@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashd.config import MAX_BATCH
 from flashd.kernels import check
 from flashd.kernels.twin.common import BoolArray, blocks, dots, picked, widen
 from flashd.types import NUMPY_DTYPE, Activation, DType, F32Array, I64Array, U8Array, WeightArray
@@ -105,7 +106,7 @@ def ffn_down(
     weights = rows.view(NUMPY_DTYPE[dtype])[:, first : first + d]
     listed = np.arange(count) if index is None else index
     with np.errstate(all="ignore"):
-        if len(h) > check.MAX_BATCH:
+        if len(h) > MAX_BATCH:
             _down_of_many(weights, listed, h, acc)
             return
         for b in range(len(h)):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flashd.config import MAX_THREADS
 from flashd.errors import ConfigError
-from flashd.kernels.check import MAX_THREADS
 
 VERBS = (
     "read_all", "gemv", "gemm", "ffn_rows", "predict", "topk_union", "attention", "rmsnorm", "layernorm",
