@@ -134,7 +134,7 @@ class _BoundedNumcodec:
 
     @classmethod
     def from_config(cls, config: Any) -> _BoundedNumcodec:
-        """Made from a codec only."""
+        """Refused: only a registry of codecs calls this, and this one is in none."""
         raise NotImplementedError(f"a bounded codec from {config}")
 
 

@@ -122,7 +122,10 @@ def test_exit_while_another_thread_computes() -> None:
 
 
 def test_exit_while_a_daemon_thread_computes() -> None:
-    """Python unwinds a thread that comes back from a kernel then; through a destructor that would abort."""
+    """Python unwinds a thread that comes back from a kernel then; through a destructor that would abort.
+
+    The sleep lets the thread get into a kernel; the exit comes at another moment of it each time.
+    """
     for _ in range(3):
         succeed(
             "from flashd import kernels\n"

@@ -1,7 +1,7 @@
 // Reading memory at full speed, to know how fast that is.
 
 // XOR of the 64-bit words [first, last) of memory that may be misaligned. One stream, eight vectors at
-// a time; with narrow vectors the hardware's prefetchers alone stay some 10 % behind.
+// a time; with narrow vectors the hardware's prefetchers alone stay behind.
 uint64_t xor_words(const uint8_t* memory, int64_t first, int64_t last) {
     typedef uint64_t Lanes __attribute__((vector_size(4 * Vec::kWidth)));
     constexpr int64_t kLanes = W / 2;
