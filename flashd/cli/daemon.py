@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any
 
 import psutil
@@ -109,11 +111,12 @@ def start(
 
 def _serve(config: DaemonConfig, as_json: bool) -> None:
     """Be the daemon. One that was started in the background tells its parent how it went."""
-    # Until the server has handlers of its own; importing it takes half a second.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit(0))
+    # Until the server has handlers of its own; importing it takes half a second. Nothing is made yet
+    # that would be left behind, and an exception inside an import may be caught or translated there.
+    _on_end(lambda *_: os._exit(0))
     from flashd.server.lifecycle import serve
 
+    _on_end(lambda *_: sys.exit(0))  # from here on the socket must be taken away
     parent = os.environ.pop(_READY_FD, None)
     if parent is None:
         serve(config, lambda record: _announce(record, as_json, "ready"))
@@ -130,6 +133,11 @@ def _serve(config: DaemonConfig, as_json: bool) -> None:
             if not pipe.closed:
                 tell({"error": str(exc)})
             raise
+
+
+def _on_end(handler: Callable[[int, FrameType | None], Any]) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, handler)
 
 
 def _announce(record: dict[str, Any], as_json: bool, word: str) -> None:

@@ -125,8 +125,8 @@ def test_a_signal_at_any_moment_of_the_start_is_a_clean_end(
     wait_until(lambda: "_native" in maps.read_text(), what="import")
     time.sleep(delay_s)
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=5)
-    assert process.returncode == 0
+    _, stderr = process.communicate(timeout=5)
+    assert process.returncode == 0, stderr.decode()
     assert not list((tmp_path / "flashd").glob("*.sock*"))
 
 
