@@ -3,6 +3,7 @@ the rooms acyclic (``FFNSource`` and ``KVCache``)."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 F32Array = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
 U8Array = npt.NDArray[np.uint8]
 U32Array = npt.NDArray[np.uint32]
 I64Array = npt.NDArray[np.int64]
@@ -110,14 +112,19 @@ class FFNGeometry:
 class FFNSource(Protocol):
     """The models' view of FFN weights, wherever they are."""
 
-    async def apply(self, layer: int, x: F32Array) -> F32Array:
+    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """Run one layer's FFN, without the down projection's bias.
+
+        What comes before and after it runs on the compute lane in the same call as the FFN's own first
+        and last piece of work: every change of thread costs some 50 us, and there are two a layer.
 
         Args:
             layer: layer index; within a step layers come in ascending order.
-            x: ``[tokens, d_model]``, the normed FFN input. Not modified.
+            x: called once, on the lane: makes the normed FFN input ``[tokens, d_model]``, which is
+                not modified.
 
         Returns:
+            To be called on the lane before the source is asked for the next layer, or dropped: gives
             ``[tokens, d_model]``, owned by the caller.
         """
         ...

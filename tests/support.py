@@ -17,6 +17,8 @@ from typing import Any
 
 import httpx
 
+from flashd.types import F32Array, FFNSource
+
 REPO = Path(__file__).resolve().parent.parent
 SMOLLM2_GGUF = Path(
     os.environ.get("FLASHD_SMOLLM2_GGUF") or REPO / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -179,3 +181,8 @@ def wait_until(condition: Any, timeout_s: float = 10.0, what: str = "condition")
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
         time.sleep(0.01)
+
+
+async def ffn(source: FFNSource, layer: int, x: F32Array) -> F32Array:
+    """A layer's FFN of an input that is there already."""
+    return (await source.apply(layer, lambda: x))()

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 
 from flashd.disk.engine import SKIP, ReadBatch
-from flashd.types import I64Array
-
-BoolArray = npt.NDArray[np.bool_]
+from flashd.types import BoolArray, I64Array
 
 # Longer reads into one place are spread over the queue; 1 MiB reaches the device's sequential speed.
 # (Reads into several places are as long as who planned them wanted.)

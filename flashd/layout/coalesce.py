@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from flashd.types import I64Array
-
-BoolArray = npt.NDArray[np.bool_]
+from flashd.types import BoolArray, I64Array
 
 # Destination row of neurons that are read and thrown away.
 GAP = -1

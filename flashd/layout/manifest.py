@@ -7,6 +7,7 @@ here, once; the rooms above trust a ``Manifest``.
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Literal
@@ -54,6 +55,8 @@ class Manifest:
     files: tuple[FileEntry, ...]
     tokenizer: TokenizerSpec | None = None
     provenance: dict[str, str] = field(default_factory=dict)
+    # Per layer, activations up to it count as zero (FATReLU, CATS); empty: 0 everywhere.
+    thresholds: tuple[float, ...] = ()
 
     def file(self, name: str) -> FileEntry:
         """Entry of one file; ``BundleError`` if the manifest does not list it."""
@@ -119,6 +122,10 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("layer_offset_bytes are not where rows of this size lie")
     if len({entry.name for entry in manifest.files}) != len(manifest.files):
         raise ValueError("a file is listed twice")
+    if manifest.thresholds and len(manifest.thresholds) != ffn.n_layers:
+        raise ValueError(f"{len(manifest.thresholds)} thresholds for {ffn.n_layers} layers")
+    if not all(0 <= value < math.inf for value in manifest.thresholds):
+        raise ValueError("a threshold is not a number of at least 0")
     for entry in manifest.files:
         if not _NAME.fullmatch(entry.name) or ".." in entry.name.split("/"):
             raise ValueError(f"file name {entry.name!r} leaves the bundle")

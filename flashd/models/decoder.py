@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class _Pass:
     spans: Sequence[Span]
     x: F32Array
     rope: tuple[F32Array, F32Array] | None
-    ffn_out: F32Array | None = None
+    ffn: Callable[[], F32Array] | None = None  # gives the output of the layer before
     rows: list[slice] = field(default_factory=list)
 
 
@@ -108,16 +109,24 @@ class Decoder:
             down_bias=get.optional(f"{name}.ffn.down.bias", d),
         )
 
-    async def forward(self, spans: Sequence[Span], cancelled: Callable[[], bool] = lambda: False) -> F32Array:
+    async def forward(
+        self,
+        spans: Sequence[Span],
+        cancelled: Callable[[], bool] = lambda: False,
+        *,
+        every_position: bool = False,
+    ) -> F32Array:
         """Run the next tokens of some sequences and extend their KV caches.
 
         Args:
             spans: one per sequence. Several are for decoding (one token each); a prompt's chunk
                 comes alone, so that its result can't depend on who else is served.
             cancelled: asked before every layer.
+            every_position: give the logits after every token, not only after the last ones.
 
         Returns:
-            Logits ``[len(spans), vocab_size]`` after each span's last token.
+            Logits ``[len(spans), vocab_size]`` after each span's last token, or ``[all tokens,
+            vocab_size]``.
 
         Raises:
             ForwardCancelled: ``cancelled()`` was true; KV caches are as before.
@@ -127,9 +136,8 @@ class Decoder:
         for layer in range(self.spec.n_layers):
             if cancelled():
                 raise ForwardCancelled
-            ffn_in = await self._lane.run(self._attention, layer, state)
-            state.ffn_out = await self._ffn.apply(layer, ffn_in)
-        logits = await self._lane.run(self._finish, state)
+            state.ffn = await self._ffn.apply(layer, partial(self._attention, layer, state))
+        logits = await self._lane.run(self._finish, state, every_position)
         for span in spans:
             span.kv.commit(len(span.tokens))
         return logits
@@ -175,19 +183,19 @@ class Decoder:
 
     def _close(self, index: int, state: _Pass) -> None:
         """Add the FFN's output of layer ``index`` to the residual stream."""
-        if state.ffn_out is None:
+        if state.ffn is None:
             return
         layer = self._layers[index]
-        state.x = state.x + state.ffn_out
+        state.x = state.x + state.ffn()
         if layer.down_bias is not None:
             state.x += layer.down_bias
         if not self.spec.norm_first:
             state.x = layer.ffn_norm(state.x)
-        state.ffn_out = None
+        state.ffn = None
 
-    def _finish(self, state: _Pass) -> F32Array:
+    def _finish(self, state: _Pass, every_position: bool) -> F32Array:
         self._close(self.spec.n_layers - 1, state)
-        x = state.x[[rows.stop - 1 for rows in state.rows]]
+        x = state.x if every_position else state.x[[rows.stop - 1 for rows in state.rows]]
         if self._final_norm is not None:
             x = self._final_norm(x)
         if self._project_out is not None:

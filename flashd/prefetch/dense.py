@@ -17,11 +17,13 @@ class SliceWeights:
     Attributes:
         rows: ``[n, stride_bytes]`` uint8.
         up_bias, gate_bias: ``[n]`` or None.
+        threshold: activations up to it count as zero.
     """
 
     rows: U8Array
     up_bias: F32Array | None
     gate_bias: F32Array | None
+    threshold: float = 0.0
 
 
 class DenseFFN:
@@ -39,5 +41,13 @@ class DenseFFN:
         geometry = self._geometry
         layout = (weights.rows, geometry.dtype, geometry.d_model, geometry.gated)
         hidden = np.empty((len(x), len(weights.rows)), np.float32)
-        kernels.ffn_dots(*layout, self._activation, x, hidden, weights.up_bias, weights.gate_bias)
+        kernels.ffn_dots(
+            *layout,
+            self._activation,
+            x,
+            hidden,
+            weights.up_bias,
+            weights.gate_bias,
+            threshold=weights.threshold,
+        )
         kernels.ffn_down(*layout, hidden, acc)

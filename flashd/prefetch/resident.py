@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,6 +23,7 @@ class ResidentFFN:
         activation: of the hidden units.
         up_bias: per layer ``[n_neurons]`` or None.
         gate_bias: likewise.
+        thresholds: per layer, activations up to it count as zero; empty: 0 for all.
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class ResidentFFN:
         activation: Activation,
         up_bias: Sequence[F32Array | None],
         gate_bias: Sequence[F32Array | None],
+        thresholds: Sequence[float] = (),
     ) -> None:
         self.stats = StreamStats()
         self._store = store
@@ -39,12 +41,14 @@ class ResidentFFN:
         self._dense = DenseFFN(store.geometry, activation)
         self._up_bias = list(up_bias)
         self._gate_bias = list(gate_bias)
+        self._thresholds = list(thresholds) or [0.0] * store.geometry.n_layers
         # A prompt's sums go block by block: the blocks must be those of the streamed FFN.
         self._slice_rows = slice_rows(store.geometry, RING_BYTES // RING_BUFFERS)
 
-    async def apply(self, layer: int, x: F32Array) -> F32Array:
+    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``."""
-        return await self._lane.run(self._apply, layer, x)
+        out = await self._lane.run(lambda: self._apply(layer, x()))
+        return lambda: out
 
     def _apply(self, layer: int, x: F32Array) -> F32Array:
         rows, up, gate = self._store.layer(layer), self._up_bias[layer], self._gate_bias[layer]
@@ -52,7 +56,10 @@ class ResidentFFN:
         for start in range(0, len(rows), self._slice_rows):
             part = slice(start, start + self._slice_rows)
             weights = SliceWeights(
-                rows[part], None if up is None else up[part], None if gate is None else gate[part]
+                rows[part],
+                None if up is None else up[part],
+                None if gate is None else gate[part],
+                self._thresholds[layer],
             )
             self._dense.add(weights, x, acc)
             self.stats.slices += 1

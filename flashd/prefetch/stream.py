@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,7 @@ class StreamingFFN:
         up_bias: Sequence[F32Array | None],
         gate_bias: Sequence[F32Array | None],
         *,
+        thresholds: Sequence[float] = (),
         ring_bytes: int = RING_BYTES,
         n_buffers: int = RING_BUFFERS,
     ) -> None:
@@ -70,6 +71,7 @@ class StreamingFFN:
         activation: of the hidden units.
         up_bias: per layer ``[n_neurons]`` or None.
         gate_bias: per layer ``[n_neurons]`` or None.
+        thresholds: per layer, activations up to it count as zero; empty: 0 for all.
         ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most.
         n_buffers: slices that are read or computed at the same time, at least 2.
         """
@@ -92,6 +94,7 @@ class StreamingFFN:
         self._dense = DenseFFN(geometry, activation)
         self._up_bias = list(up_bias)
         self._gate_bias = list(gate_bias)
+        self._thresholds = list(thresholds) or [0.0] * geometry.n_layers
         self._ring: deque[_Slice] = deque()  # in the order of reading and of computing
         self._next = (0, 0)  # layer and first neuron of the slice to read next
         self._broken = False  # a read failed: what the ring holds is of no use
@@ -99,7 +102,7 @@ class StreamingFFN:
         self._closed = False
         self._lock = asyncio.Lock()
 
-    async def apply(self, layer: int, x: F32Array) -> F32Array:
+    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``. Any layer may be asked for; ascending order is fast.
 
         Cancelling it leaves the source usable, and so does a failed read.
@@ -111,18 +114,21 @@ class StreamingFFN:
         geometry = self._store.geometry
         if self._closed:
             raise ValueError("the streaming source is closed")
-        if x.ndim != 2 or x.shape[1] != geometry.d_model or not 0 <= layer < geometry.n_layers:
-            raise ValueError(f"layer {layer}, x {list(x.shape)}; expected [tokens, {geometry.d_model}]")
-        x = np.ascontiguousarray(x, dtype=np.float32)
-        acc = np.zeros(x.shape, np.float32)
+        if not 0 <= layer < geometry.n_layers:
+            raise ValueError(f"layer {layer}, expected 0 to {geometry.n_layers - 1}")
         async with self._lock:
             await self._seek(layer)
+            made = await self._lane.run(x)
+            if made.ndim != 2 or made.shape[1] != geometry.d_model:
+                raise ValueError(f"x is {list(made.shape)}, expected [tokens, {geometry.d_model}]")
+            made = np.ascontiguousarray(made, dtype=np.float32)
+            acc = np.zeros(made.shape, np.float32)
             for _ in range(0, geometry.n_neurons, self.slice_rows):
                 await self._arrived(self._ring[0])
-                await self._compute(self._ring[0], x, acc)
+                await self._compute(self._ring[0], made, acc)
                 self._free.append(self._ring.popleft().buffer)
                 self._read_ahead()
-        return acc
+        return lambda: acc
 
     async def close(self) -> None:
         """Wait for reads and math in flight, then drop the buffers. Idempotent."""
@@ -190,7 +196,10 @@ class StreamingFFN:
         where = slice(piece.start, piece.start + len(piece.rows))
         up, gate = self._up_bias[piece.layer], self._gate_bias[piece.layer]
         weights = SliceWeights(
-            piece.rows, None if up is None else up[where], None if gate is None else gate[where]
+            piece.rows,
+            None if up is None else up[where],
+            None if gate is None else gate[where],
+            self._thresholds[piece.layer],
         )
         self._computing = asyncio.create_task(_run(self._lane, self._dense.add, weights, x, acc))
         await asyncio.shield(self._computing)

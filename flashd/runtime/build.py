@@ -20,7 +20,7 @@ from flashd.runtime.tokenizer import Tokenizer
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.store.open import load_resident, open_manifest, open_store
-from flashd.types import F32Array, ModelSpec, WeightArray
+from flashd.types import F32Array, WeightArray
 
 log = logging.getLogger("flashd.build")
 
@@ -61,7 +61,7 @@ async def build(config: DaemonConfig) -> Runtime:
     store = await open_store(directory, manifest, config.backend, verify=config.verify)
     lane = ComputeLane()
     spec = manifest.model
-    ffn = _ffn(store, lane, spec, weights)
+    ffn = _ffn(store, lane, manifest, weights)
     decoder = Decoder(spec, weights, ffn, lane)
     engine = Engine(
         decoder,
@@ -109,12 +109,13 @@ def _threads(wanted: int) -> int:
 
 
 def _ffn(
-    store: MeteredStore, lane: ComputeLane, spec: ModelSpec, weights: dict[str, WeightArray]
+    store: MeteredStore, lane: ComputeLane, manifest: Manifest, weights: dict[str, WeightArray]
 ) -> StreamingFFN | ResidentFFN:
+    spec, cut = manifest.model, manifest.thresholds
     up, gate = _biases(weights, spec.n_layers, "up"), _biases(weights, spec.n_layers, "gate")
     if isinstance(store.inner, InMemoryStore):
-        return ResidentFFN(store.inner, lane, spec.activation, up, gate)
-    return StreamingFFN(store, lane, spec.activation, up, gate)
+        return ResidentFFN(store.inner, lane, spec.activation, up, gate, cut)
+    return StreamingFFN(store, lane, spec.activation, up, gate, thresholds=cut)
 
 
 def _biases(weights: dict[str, WeightArray], n_layers: int, part: str) -> list[F32Array | None]:

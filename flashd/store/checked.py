@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from flashd import kernels
 from flashd.errors import BundleCorruptError
@@ -25,7 +24,7 @@ from flashd.layout.manifest import BUNDLE, ZARR
 from flashd.stats import CheckStats
 from flashd.store.base import WeightStore, WrappedStore
 from flashd.store.check_budget import CheckBudget
-from flashd.types import I64Array, U8Array, U32Array
+from flashd.types import BoolArray, I64Array, U8Array, U32Array
 
 log = logging.getLogger("flashd.store")
 
@@ -34,7 +33,6 @@ _INLINE_NS = 150_000
 # Rows between two that are checked are checked too where that costs less than a second call.
 _CALL_BYTES = 32 << 10
 
-BoolArray = npt.NDArray[np.bool_]
 Runs = list[tuple[int, int]]
 _NONE: I64Array = np.empty(0, np.int64)
 

@@ -17,7 +17,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from flashd.disk.buffers import aligned_empty
 from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine
@@ -26,12 +25,11 @@ from flashd.errors import BundleCorruptError, DiskReadError, FlashdError
 from flashd.layout.coalesce import plan_rows
 from flashd.store.bundle_file import MAX_READ_BYTES
 from flashd.store.zarr_chunks import NO_FILE, ChunkTable, Extents, Runs, extents_of, split_runs
-from flashd.types import I64Array, U8Array
+from flashd.types import BoolArray, I64Array, U8Array
 
 if TYPE_CHECKING:  # it imports zarr
     from flashd.store.zarr_codecs import ZarrArray, ZarrThreads
 
-BoolArray = npt.NDArray[np.bool_]
 
 # A batch of more files than this waits for others of its kind, so that all of them together keep
 # about max_open_files() open.

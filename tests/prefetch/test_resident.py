@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import ffn
 
 from flashd.kernels.lane import ComputeLane
 from flashd.prefetch.resident import ResidentFFN
@@ -25,7 +26,7 @@ async def test_rows_in_ram_give_the_bits_of_streamed_rows(tmp_path: Path, tokens
     resident = ResidentFFN(memory, lane, spec.activation, none, none)
     x = np.random.default_rng(0).standard_normal((tokens, spec.d_model)).astype(np.float32)
     for layer in range(spec.n_layers):
-        assert np.array_equal(await streamed.apply(layer, x), await resident.apply(layer, x))
+        assert np.array_equal(await ffn(streamed, layer, x), await ffn(resident, layer, x))
     assert resident.stats.slices == streamed.stats.slices > spec.n_layers
     for part in (streamed, resident, store, memory):
         await part.close()

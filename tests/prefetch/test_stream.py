@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from support import ffn
 
 from flashd.errors import BundleCorruptError, DiskReadError
 from flashd.kernels.lane import ComputeLane
@@ -81,7 +82,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     # The whole layer in one slice, from RAM: no ring to go wrong.
     whole = InMemoryStore(made.manifest.ffn, made.rows)
     simple = StreamingFFN(whole, lane, "silu", biases, biases)
-    expected = [await simple.apply(layer, x) for layer in range(LAYERS)]
+    expected = [await ffn(simple, layer, x) for layer in range(LAYERS)]
     await simple.close()
     store = _Watched(await open_store(made.directory, made.manifest, "uring"))
     source = StreamingFFN(store, lane, "silu", biases, biases, **RING)
@@ -95,7 +96,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
 
 async def assert_right(setup: Setup, layer: int) -> None:
     """Bit for bit: slices do not show in the sum."""
-    np.testing.assert_array_equal(await setup.source.apply(layer, setup.x), setup.expected[layer])
+    np.testing.assert_array_equal(await ffn(setup.source, layer, setup.x), setup.expected[layer])
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -127,7 +128,7 @@ async def test_any_order(setup: Setup, order: list[int]) -> None:
 async def test_many_tokens(setup: Setup) -> None:
     x = np.tile(setup.x, (9, 1))
     for layer in range(LAYERS):
-        got = await setup.source.apply(layer, x)
+        got = await ffn(setup.source, layer, x)
         np.testing.assert_allclose(got, np.tile(setup.expected[layer], (9, 1)), rtol=1e-3, atol=1e-4)
 
 
@@ -138,7 +139,7 @@ async def test_reads_go_ahead_while_nobody_asks(setup: Setup) -> None:
     assert setup.store.started[-1] == (1, 3 * 128)
     await until(lambda: setup.store.outstanding == 0)
     setup.store.gate.clear()  # nothing more arrives: four slices must be there already
-    task = asyncio.create_task(setup.source.apply(1, setup.x))
+    task = asyncio.create_task(ffn(setup.source, 1, setup.x))
     before = setup.source.stats.slices
     await until(lambda: setup.source.stats.slices == before + 4)
     await asyncio.sleep(0.02)
@@ -162,7 +163,7 @@ async def test_a_failed_read_surfaces_and_the_next_call_works(setup: Setup, star
     setup.store.fail.add((1, start))
     await assert_right(setup, 0)
     with pytest.raises(DiskReadError, match=f"layer 1 from {start}"):
-        await setup.source.apply(1, setup.x)
+        await ffn(setup.source, 1, setup.x)
     await assert_right(setup, 1)
     await assert_right(setup, 2)
 
@@ -179,7 +180,7 @@ async def test_truncated_file(setup: Setup) -> None:
     await assert_right(setup, 1)
     for _ in range(2):
         with pytest.raises(BundleCorruptError, match="truncated"):
-            await setup.source.apply(2, setup.x)
+            await ffn(setup.source, 2, setup.x)
     await assert_right(setup, 0)
 
 
@@ -188,7 +189,7 @@ async def test_cancelled_at_any_moment(setup: Setup) -> None:
     rng = np.random.default_rng(5)
     for round_ in range(60):
         setup.store.delay_s = float(rng.choice([0, 0.0005]))
-        task = asyncio.create_task(setup.source.apply(int(rng.integers(LAYERS)), setup.x))
+        task = asyncio.create_task(ffn(setup.source, int(rng.integers(LAYERS)), setup.x))
         for _ in range(int(rng.integers(0, 40))):
             await asyncio.sleep(0)
         if round_ % 3 == 0:
@@ -209,23 +210,28 @@ async def test_cancelled_while_the_lane_computes(setup: Setup) -> None:
         asyncio.run_coroutine_threadsafe(release.wait(), loop).result()
 
     await assert_right(setup, 0)
-    blocker = asyncio.create_task(setup.lane.run(block))
-    task = asyncio.create_task(setup.source.apply(1, setup.x))
+    blockers: list[asyncio.Task[None]] = []
+
+    def then_block() -> F32Array:
+        loop.call_soon_threadsafe(lambda: blockers.append(asyncio.create_task(setup.lane.run(block))))
+        return setup.x
+
+    task = asyncio.create_task(setup.source.apply(1, then_block))
     await until(lambda: setup.source._computing is not None)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     reads = len(setup.store.started)
-    again = asyncio.create_task(setup.source.apply(2, setup.x))
+    again = asyncio.create_task(ffn(setup.source, 2, setup.x))
     await asyncio.sleep(0.05)
     assert len(setup.store.started) == reads
     release.set()
     np.testing.assert_array_equal(await again, setup.expected[2])
-    await blocker
+    await blockers[0]
 
 
 async def test_calls_at_the_same_time_take_turns(setup: Setup) -> None:
-    results = await asyncio.gather(*(setup.source.apply(layer, setup.x) for layer in (0, 1, 2, 1)))
+    results = await asyncio.gather(*(ffn(setup.source, layer, setup.x) for layer in (0, 1, 2, 1)))
     for layer, result in zip((0, 1, 2, 1), results, strict=True):
         np.testing.assert_array_equal(result, setup.expected[layer])
 
@@ -236,13 +242,13 @@ async def test_close_waits_for_reads_and_is_final(setup: Setup) -> None:
     assert setup.store.outstanding == 0
     await setup.source.close()
     with pytest.raises(ValueError, match="closed"):
-        await setup.source.apply(0, setup.x)
+        await ffn(setup.source, 0, setup.x)
 
 
 @pytest.mark.parametrize(("layer", "shape"), [(-1, (1, 96)), (3, (1, 96)), (0, (96,)), (0, (1, 95))])
 async def test_wrong_arguments(setup: Setup, layer: int, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="expected"):
-        await setup.source.apply(layer, np.zeros(shape, np.float32))
+        await ffn(setup.source, layer, np.zeros(shape, np.float32))
 
 
 async def test_memory_is_what_was_asked_for(setup: Setup) -> None:
@@ -269,7 +275,7 @@ async def test_the_stride_of_the_mount_does_not_show(setup: Setup, tmp_path: Pat
     for layer in range(LAYERS):
         for tokens in (setup.x, x):
             np.testing.assert_array_equal(
-                await source.apply(layer, tokens), await setup.source.apply(layer, tokens)
+                await ffn(source, layer, tokens), await ffn(setup.source, layer, tokens)
             )
     await source.close()
     await store.close()

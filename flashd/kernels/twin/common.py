@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 
 from flashd.types import F32Array, I64Array, WeightArray
-
-BoolArray = npt.NDArray[np.bool_]
 
 _BLOCK_ELEMENTS = 1 << 18  # one block of converted weights stays in the L2 cache
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from flashd.config import MAX_BATCH
 from flashd.kernels import check
-from flashd.kernels.twin.common import BoolArray, blocks, dots, picked, widen
-from flashd.types import NUMPY_DTYPE, Activation, DType, F32Array, I64Array, U8Array, WeightArray
+from flashd.kernels.twin.common import blocks, dots, picked, widen
+from flashd.types import NUMPY_DTYPE, Activation, BoolArray, DType, F32Array, I64Array, U8Array, WeightArray
 
 
 def ffn_dots(

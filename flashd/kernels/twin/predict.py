@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from flashd.kernels import check
-from flashd.kernels.twin.common import BoolArray, linear
-from flashd.types import F32Array, I64Array, WeightArray
+from flashd.kernels.twin.common import linear
+from flashd.types import BoolArray, F32Array, I64Array, WeightArray
 
 
 def predict(
