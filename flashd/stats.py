@@ -115,10 +115,14 @@ class StreamStats:
 
 @dataclass
 class LaneStats:
-    """Time the compute lane spent in kernels and in moving rows about (window and KV upkeep)."""
+    """Time the compute lane spent in kernels and in moving rows about (window and KV upkeep).
+
+    ``attention_ns`` is the part of ``compute_ns`` that grows with the KV cache.
+    """
 
     compute_ns: int = 0
     memory_ns: int = 0
+    attention_ns: int = 0
 
 
 @dataclass

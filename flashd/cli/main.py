@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flashd import __version__
-from flashd.cli import bench, bundle, daemon, doctor, talk
+from flashd.cli import bench, bundle, daemon, doctor, evaluate, steady, talk
 from flashd.cli.render import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail
 from flashd.config import traceback_wanted
 from flashd.errors import ConfigError, FlashdError
@@ -29,7 +29,9 @@ app = typer.Typer(
 app.command()(bundle.convert)
 app.command()(bundle.inspect)
 app.command()(bundle.verify)
+app.command("eval")(evaluate.evaluate)
 app.command()(doctor.doctor)
+bench.bench.command("steady")(steady.steady)
 app.add_typer(bench.bench)
 app.command()(daemon.start)
 app.command()(daemon.ps)

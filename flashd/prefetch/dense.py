@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashd import kernels
-from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, U8Array
+from flashd.types import Activation, BoolArray, DType, F32Array, FFNGeometry, U8Array
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,13 @@ class DenseFFN:
     def add(self, weights: SliceWeights, x: F32Array, acc: F32Array, mask: BoolArray | None = None) -> None:
         """Add the slice's part of the FFN of ``x [tokens, d]`` to ``acc [tokens, d]``; where ``mask
         [tokens, n]`` is given and False, a token does not use a neuron."""
-        geometry = self._geometry
-        layout = (weights.rows, geometry.dtype, geometry.d_model, geometry.gated)
+        self.down(weights, self.dots(weights, x, mask), acc)
+
+    def dots(self, weights: SliceWeights, x: F32Array, mask: BoolArray | None = None) -> F32Array:
+        """Hidden activations ``[tokens, n]`` of the slice's neurons."""
         hidden = np.empty((len(x), len(weights.rows)), np.float32)
         kernels.ffn_dots(
-            *layout,
+            *self._layout(weights),
             self._activation,
             x,
             hidden,
@@ -52,4 +54,12 @@ class DenseFFN:
             mask=mask,
             threshold=weights.threshold,
         )
-        kernels.ffn_down(*layout, hidden, acc)
+        return hidden
+
+    def down(self, weights: SliceWeights, hidden: F32Array, acc: F32Array) -> None:
+        """Add the down projection of ``hidden [tokens, n]`` to ``acc [tokens, d]``."""
+        kernels.ffn_down(*self._layout(weights), hidden, acc)
+
+    def _layout(self, weights: SliceWeights) -> tuple[U8Array, DType, int, bool]:
+        geometry = self._geometry
+        return weights.rows, geometry.dtype, geometry.d_model, geometry.gated

@@ -65,6 +65,7 @@ class StreamingFFN:
         *,
         thresholds: Sequence[float] = (),
         layers: Sequence[int] | None = None,
+        dense: DenseFFN | None = None,
         ring_bytes: int = RING_BYTES,
         n_buffers: int = RING_BUFFERS,
     ) -> None:
@@ -76,6 +77,7 @@ class StreamingFFN:
         gate_bias: per layer ``[n_neurons]`` or None.
         thresholds: per layer, activations up to it count as zero; empty: 0 for all.
         layers: those to read ahead; None: all.
+        dense: the math of a slice; None: ``DenseFFN``.
         ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most.
         n_buffers: slices that are read or computed at the same time, at least 2.
         """
@@ -96,7 +98,7 @@ class StreamingFFN:
         self.why_unregistered = store.register(self._ring_memory)
         self._store = store
         self._lane = lane
-        self._dense = DenseFFN(geometry, activation)
+        self._dense = dense or DenseFFN(geometry, activation)
         self._up_bias = list(up_bias)
         self._gate_bias = list(gate_bias)
         self._thresholds = list(thresholds) or [0.0] * geometry.n_layers
@@ -112,7 +114,7 @@ class StreamingFFN:
         self,
         layer: int,
         x: Callable[[], F32Array],
-        mask: Callable[[F32Array], BoolArray] | None = None,
+        mask: Callable[[F32Array], BoolArray | None] | None = None,
     ) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``. Any layer may be asked for; ascending order is fast.
 
@@ -122,7 +124,7 @@ class StreamingFFN:
             layer: as for ``FFNSource.apply``.
             x: likewise.
             mask: called with the input on the lane, in the same call: ``bool[tokens, n_neurons]``, which
-                token uses which neuron. None: all are used.
+                token uses which neuron. None, or None as its result: all are used.
 
         Raises:
             BundleCorruptError, DiskReadError: a row could not be read.
@@ -145,7 +147,7 @@ class StreamingFFN:
         return lambda: acc
 
     def _input(
-        self, x: Callable[[], F32Array], mask: Callable[[F32Array], BoolArray] | None
+        self, x: Callable[[], F32Array], mask: Callable[[F32Array], BoolArray | None] | None
     ) -> tuple[F32Array, BoolArray | None]:
         """The FFN's input and mask; on the lane."""
         made, d = x(), self._store.geometry.d_model
