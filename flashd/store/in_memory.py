@@ -56,11 +56,15 @@ class InMemoryStore(WeightStore):
         self.check_request(layer, start, stop - 1, stop - start, out)
         out[:] = self._open_rows()[layer, start:stop]
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         """See ``WeightStore.read_rows``."""
-        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-        self.check_request(layer, low, high, len(ids), out)
-        np.take(self._open_rows()[layer], ids, axis=0, out=out, mode="clip")
+        self.check_rows(layer, ids, out, rows)
+        if rows is None:
+            np.take(self._open_rows()[layer], ids, axis=0, out=out, mode="clip")
+        else:
+            out[rows] = self._open_rows()[layer][ids]
 
     def _open_rows(self) -> U8Array:
         if self._rows is None:

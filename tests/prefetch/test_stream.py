@@ -56,7 +56,9 @@ class _Watched(WeightStore):
         finally:
             self.outstanding -= 1
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         raise AssertionError("streaming reads ranges")
 
     async def close(self) -> None:
