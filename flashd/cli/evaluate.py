@@ -19,6 +19,24 @@ _TASKS = ("perplexity", "cloze", "both")
 _NOTE_INTERVAL_S = 10.0
 
 
+IdsOption = Annotated[
+    list[Path] | None,
+    typer.Option(help="File of token ids, for models without a tokenizer.", show_default=False),
+]
+ClozeOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Passages, one a line, to guess the last words of, e.g. LAMBADA's.", show_default=False
+    ),
+]
+ModeOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Some of dense, no-threshold, oracle, predictor [default: all there are].", show_default=False
+    ),
+]
+
+
 def evaluate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Bundle directory.")],
     text: Annotated[
@@ -26,18 +44,11 @@ def evaluate(
         typer.Option(help="Text file to evaluate on; may be repeated. Not one calibrated with.",
                      show_default=False),
     ] = None,
-    tokens_file: Annotated[
-        list[Path] | None,
-        typer.Option(help="File of token ids, for models without a tokenizer.", show_default=False),
-    ] = None,
+    tokens_file: IdsOption = None,
     task: Annotated[
         str, typer.Option(help="perplexity, cloze (guess the last word of the text's paragraphs), or both.")
     ] = "perplexity",
-    cloze: Annotated[
-        Path | None,
-        typer.Option(help="Passages, one a line, to guess the last words of, e.g. LAMBADA's.",
-                     show_default=False),
-    ] = None,
+    cloze: ClozeOption = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens to score at most; 0: all.")] = 4096,
     context: Annotated[
         int | None,
@@ -46,11 +57,7 @@ def evaluate(
     ] = None,
     items: Annotated[int, typer.Option(min=0, help="Cloze items at most; 0: all.")] = 200,
     distractors: Annotated[int, typer.Option(min=1, help="Words that the last word competes with.")] = 9,
-    mode: Annotated[
-        list[str] | None,
-        typer.Option(help="Some of dense, no-threshold, oracle, predictor [default: all there are].",
-                     show_default=False),
-    ] = None,
+    mode: ModeOption = None,
     kv_dtype: Annotated[str, typer.Option(help="Element type of the KV cache: f16 or f32.")] = "f16",
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip

@@ -39,7 +39,7 @@ PARAGRAPH = (
 WORDS = ["ship", "tower", "lamp", "stone", "bell", "gate", "horse", "chair", "roof", "clock", "rope", "sail"]
 
 TEXT = "\n\n".join(
-    f"The {word} stood at the old harbour wall. Nobody in the town had ever asked it why, not even the {word}."
+    f"The {word} stood at the old harbour wall. Nobody in the town had asked it why, not even the {word}."
     for word in WORDS
 )
 
