@@ -25,9 +25,7 @@ IdsOption = Annotated[
 ]
 ClozeOption = Annotated[
     Path | None,
-    typer.Option(
-        help="Passages, one a line, to guess the last word of, e.g. LAMBADA's.", show_default=False
-    ),
+    typer.Option(help="Passages, one a line, to guess the last word of, e.g. LAMBADA's.", show_default=False),
 ]
 ModeOption = Annotated[
     list[str] | None,

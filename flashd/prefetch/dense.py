@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashd import kernels
-from flashd.types import Activation, BoolArray, DType, F32Array, FFNGeometry, U8Array
+from flashd.types import Activation, BoolArray, DType, F32Array, FFNGeometry, I64Array, U8Array
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,17 @@ class DenseFFN:
         [tokens, n]`` is given and False, a token does not use a neuron."""
         self.down(weights, self.dots(weights, x, mask), acc)
 
-    def dots(self, weights: SliceWeights, x: F32Array, mask: BoolArray | None = None) -> F32Array:
-        """Hidden activations ``[tokens, n]`` of the slice's neurons."""
-        hidden = np.empty((len(x), len(weights.rows)), np.float32)
+    def dots(
+        self,
+        weights: SliceWeights,
+        x: F32Array,
+        mask: BoolArray | None = None,
+        index: I64Array | None = None,
+    ) -> F32Array:
+        """Hidden activations ``[tokens, n]`` of the slice's neurons, or ``[tokens, m]`` of the rows that
+        ``index [m]`` lists; ``mask`` has as many columns."""
+        count = len(weights.rows) if index is None else len(index)
+        hidden = np.empty((len(x), count), np.float32)
         kernels.ffn_dots(
             *self._layout(weights),
             self._activation,
@@ -51,14 +59,17 @@ class DenseFFN:
             hidden,
             weights.up_bias,
             weights.gate_bias,
+            index=index,
             mask=mask,
             threshold=weights.threshold,
         )
         return hidden
 
-    def down(self, weights: SliceWeights, hidden: F32Array, acc: F32Array) -> None:
-        """Add the down projection of ``hidden [tokens, n]`` to ``acc [tokens, d]``."""
-        kernels.ffn_down(*self._layout(weights), hidden, acc)
+    def down(
+        self, weights: SliceWeights, hidden: F32Array, acc: F32Array, index: I64Array | None = None
+    ) -> None:
+        """Add the down projection of ``hidden``, as ``dots`` made it, to ``acc [tokens, d]``."""
+        kernels.ffn_down(*self._layout(weights), hidden, acc, index)
 
     def _layout(self, weights: SliceWeights) -> tuple[U8Array, DType, int, bool]:
         geometry = self._geometry
