@@ -18,7 +18,7 @@ class ResidentFFN:
     """An ``FFNSource`` over an in-memory store, with the same bits as ``StreamingFFN``.
 
     Args:
-        store: all rows; stays the caller's to close.
+        store: all rows of the layers that it is asked for; stays the caller's to close.
         lane: where the math runs.
         activation: of the hidden units.
         up_bias: per layer ``[n_neurons]`` or None.

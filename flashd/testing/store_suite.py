@@ -125,8 +125,8 @@ class WeightStoreTests:
         for rows in (*wrong, np.arange(2, dtype=np.int32)):
             with pytest.raises(ValueError, match="rows"):
                 await store.read_rows(0, np.arange(2), out, rows)
+        short: Any = np.arange(2, dtype=np.int32)
         with pytest.raises(ValueError, match="ids"):
-            short: Any = np.arange(2, dtype=np.int32)
             await store.read_rows(0, short, out[:2])
         assert (out == _GUARD).all()
 
