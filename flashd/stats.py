@@ -107,10 +107,12 @@ class StoreStats:
 
 @dataclass
 class StreamStats:
-    """What the streaming scheduler saw: time its consumer waited for flash."""
+    """What the streaming scheduler saw: time its consumer waited for flash, slices computed, and how many of
+    these were read in part."""
 
     wait_ns: int = 0
     slices: int = 0
+    partial_slices: int = 0
 
 
 @dataclass

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from flashd.config import MAX_BATCH
 from flashd.disk.buffers import aligned_empty
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.geometry import LAYER_ALIGN_BYTES, MIN_STRIDE_ALIGN_BYTES, round_up
@@ -87,6 +88,7 @@ class StreamingFFN:
     Attributes:
         layers: those that are read ahead, ascending; others are read when they are asked for. May be
             changed between two calls.
+        ahead: other layers that are read ahead up to the end of this pass, ascending: what a plan expects.
         stats: time that computing waited for flash, and slices computed.
         slice_rows: neurons per slice.
         ring_bytes: memory of the buffers.
@@ -126,6 +128,7 @@ class StreamingFFN:
             raise ValueError(f"{len(up_bias)} and {len(gate_bias)} biases for {geometry.n_layers} layers")
         self.stats = StreamStats()
         self.layers = tuple(range(geometry.n_layers) if layers is None else layers)
+        self.ahead: tuple[int, ...] = ()
         self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
         slice_bytes = self.slice_rows * geometry.stride_bytes
         alignment = max(LAYER_ALIGN_BYTES, store.alignment_bytes)
@@ -144,7 +147,7 @@ class StreamingFFN:
         # Layer and first neuron of the slice to read next; none where no layer is read ahead.
         self._next: tuple[int, int] | None = (0, 0)
         self._job: tuple[int, LayerJob] | None = None  # of the layer that is being computed
-        self._broken = False  # a read failed: what the ring holds is of no use
+        self._broken = False  # what the ring holds is of no use, e.g. because a read failed
         self._computing: asyncio.Task[None] | None = None
         self._closed = False
         self._lock = asyncio.Lock()
@@ -193,6 +196,10 @@ class StreamingFFN:
                     await self._compute(self._ring[0], job, made, acc)
                     self._free.append(self._ring.popleft().buffer)
                     self._read_ahead()
+            except BaseException:
+                # What was read in part is of no use to another job.
+                self._broken |= not all(piece.whole for piece in self._ring)
+                raise
             finally:
                 self._job = None
         return lambda: acc
@@ -206,6 +213,8 @@ class StreamingFFN:
         if made.ndim != 2 or made.shape[1] != d:
             raise ValueError(f"x is {list(made.shape)}, expected [tokens, {d}]")
         made = np.ascontiguousarray(made, dtype=np.float32)
+        if len(made) <= MAX_BATCH:  # a prompt that was given up may have left them
+            self.ahead = ()
         return made, plan(made)
 
     async def close(self) -> None:
@@ -254,15 +263,15 @@ class StreamingFFN:
             read = asyncio.create_task(
                 self._store.read_range(layer, start, stop, rows)
                 if picks is None
-                else self._store.read_rows(layer, picks, rows, picks - start)
+                else _read_rows(self._store, layer, picks, rows, start)
             )
             self._ring.append(Slice(layer, start, rows, picks is None, buffer, read))
             self._next = self._after(layer) if stop == geometry.n_neurons else (layer, stop)
 
     def _after(self, layer: int) -> tuple[int, int] | None:
         """Where to read on after a layer."""
-        following = [i for i in self.layers if i > layer] or self.layers
-        return (following[0], 0) if following else None
+        following = [i for i in (*self.layers, *self.ahead) if i > layer] or self.layers
+        return (min(following), 0) if following else None
 
     async def _arrived(self, piece: Slice) -> None:
         """Wait for a slice's read. Cancelling the wait leaves the read alone."""
@@ -293,10 +302,16 @@ class StreamingFFN:
         await asyncio.shield(self._computing)
         self._computing = None
         self.stats.slices += 1
+        self.stats.partial_slices += not piece.whole
 
 
 async def _run(lane: ComputeLane, fn: Any, *args: Any) -> None:
     await lane.run(fn, *args)
+
+
+async def _read_rows(store: WeightStore, layer: int, ids: I64Array, rows: U8Array, start: int) -> None:
+    if len(ids):
+        await store.read_rows(layer, ids, rows, ids - start)
 
 
 def slice_rows(geometry: FFNGeometry, limit_bytes: int) -> int:
