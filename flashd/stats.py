@@ -130,6 +130,8 @@ class SparseStats:
         evicted: rows that gave up their place.
         extra_rounds: times that a layer did not fit into RAM at once.
         failed_reads: batches of rows that could not be read.
+        window_rows: rows in RAM now.
+        prefetch_layers: layers that are read ahead now.
     """
 
     passes: int = 0
@@ -142,6 +144,8 @@ class SparseStats:
     evicted: int = 0
     extra_rounds: int = 0
     failed_reads: int = 0
+    window_rows: int = 0
+    prefetch_layers: int = 0
 
 
 @dataclass

@@ -17,7 +17,18 @@ import psutil
 import typer
 
 from flashd.cli.render import human_bytes, human_duration, note, print_json, table
-from flashd.config import BACKENDS, KV_DTYPES, LOG_LEVELS, VERIFY, DaemonConfig, default_socket, resolve
+from flashd.config import (
+    BACKENDS,
+    EVICTION,
+    KV_DTYPES,
+    LOG_LEVELS,
+    PREDICTORS,
+    PREFETCH,
+    VERIFY,
+    DaemonConfig,
+    default_socket,
+    resolve,
+)
 from flashd.errors import DaemonError, FlashdError
 from flashd.server.registry import log_file, open_log
 
@@ -39,6 +50,42 @@ def _about(key: str, text: str) -> str:
     """Help text of a setting, with its default and environment variable."""
     default = DaemonConfig.__dataclass_fields__[key].default
     return f"{text} [default: {default}; env: FLASHD_{key.upper()}]"
+
+
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about(
+            "budget",
+            "Memory for weights, predictors, window and stream buffers: auto (what is available now, "
+            "less a tenth), a size (4GiB) or a share of all weights (55%)",
+        )
+    ),
+]
+PredictorOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about(
+            "predictor",
+            f"Neurons to compute: {', '.join(PREDICTORS)} (auto: what the bundle was calibrated with; "
+            "none: all)",
+        )
+    ),
+]
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(help=_about("eviction", f"Neurons that leave RAM first: {', '.join(EVICTION)}")),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(help=_about("window", "Steps whose neurons stay in RAM; 0 is what the budget holds")),
+]
+PrefetchOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about("prefetch", f"Reading ahead on a guess: {', '.join(PREFETCH)} (auto: while it pays)")
+    ),
+]
 
 
 def start(
@@ -67,6 +114,11 @@ def start(
             )
         ),
     ] = None,
+    budget: BudgetOption = None,
+    predictor: PredictorOption = None,
+    eviction: EvictionOption = None,
+    window: WindowOption = None,
+    prefetch: PrefetchOption = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help=_about("kv_dtype", f"KV cache: {', '.join(KV_DTYPES)}"))
     ] = None,
@@ -93,6 +145,11 @@ def start(
         "name": name,
         "backend": backend,
         "verify": verify,
+        "budget": budget,
+        "predictor": predictor,
+        "eviction": eviction,
+        "window": window,
+        "prefetch": prefetch,
         "kv_dtype": kv_dtype,
         "max_sessions": max_sessions,
         "max_queue": max_queue,

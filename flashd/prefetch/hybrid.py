@@ -26,7 +26,7 @@ class HybridFFN:
         predictor: says which layers have a mask.
         sparse: those that have one; None where none has.
         resident: layers without one that are in RAM.
-        stream: all others.
+        stream: all others; None where there are none.
 
     Attributes:
         sparse, stream: as given.
@@ -38,16 +38,18 @@ class HybridFFN:
         predictor: Predictor,
         sparse: SparseFFN | None,
         resident: dict[int, ResidentFFN],
-        stream: StreamingFFN,
+        stream: StreamingFFN | None,
         stats: StreamStats,
     ) -> None:
         self.sparse = sparse
         self.stream = stream
         self.stats = stats
-        self._parts: list[ResidentFFN | StreamingFFN | SparseFFN] = [
-            sparse if sparse is not None and predictor.masked(layer) else resident.get(layer, stream)
-            for layer in range(predictor.n_layers)
-        ]
+        self._parts: list[ResidentFFN | StreamingFFN | SparseFFN] = []
+        for layer in range(predictor.n_layers):
+            part = sparse if predictor.masked(layer) else resident.get(layer, stream)
+            if part is None:
+                raise ValueError(f"there is no way to the weights of layer {layer}")
+            self._parts.append(part)
 
     async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``."""
@@ -67,21 +69,22 @@ class HybridFFN:
         """Wait for reads in flight, then drop the buffers."""
         if self.sparse is not None:
             await self.sparse.close()
-        await self.stream.close()
+        if self.stream is not None:
+            await self.stream.close()
 
 
-class MaskedStream:
-    """A prompt's chunk through a streaming source: every row is read, and each token uses its own.
+class MaskedPrompt:
+    """A prompt's chunk through a dense source: every row is read, and each token uses its own.
 
     Args:
-        stream: reads the slices.
+        source: reads or has the rows.
         predictor: makes the masks.
     """
 
-    def __init__(self, stream: StreamingFFN, predictor: Predictor) -> None:
-        self._stream = stream
+    def __init__(self, source: StreamingFFN | ResidentFFN, predictor: Predictor) -> None:
+        self._source = source
         self._predictor = predictor
 
     async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``; for layers with a mask."""
-        return await self._stream.apply(layer, x, partial(self._predictor.predict_prompt, layer))
+        return await self._source.apply(layer, x, partial(self._predictor.predict_prompt, layer))

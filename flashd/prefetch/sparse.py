@@ -227,7 +227,9 @@ class SparseFFN:
         stats.requested += len(ids)
         stats.resident += len(ids) - n_missing
         stats.prefetched_used += from_guess
-        stats.evicted = window.evicted
+        if layer == self._first:
+            stats.evicted, stats.window_rows = window.evicted, window.pool.n_rows - window.pool.n_free
+            stats.prefetch_layers = self.benefit.layers if self.benefit.active else 0
         self.benefit.observe(layer, self._guessed[layer], from_guess)
         self._guessed[layer] = 0
         hidden = np.empty((batch, len(ids)), np.float32)

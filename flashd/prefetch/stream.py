@@ -106,7 +106,8 @@ class StreamingFFN:
         thresholds: Sequence[float] = (),
         layers: Sequence[int] | None = None,
         dense: DenseFFN | None = None,
-        ring_bytes: int = RING_BYTES,
+        stats: StreamStats | None = None,
+        ring_bytes: int | None = None,
         n_buffers: int = RING_BUFFERS,
     ) -> None:
         """Args:
@@ -118,18 +119,23 @@ class StreamingFFN:
         thresholds: per layer, activations up to it count as zero; empty: 0 for all.
         layers: those to read ahead; None: all.
         dense: the math of a slice; None: ``DenseFFN``.
-        ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most.
+        stats: counts the time that computing waits for flash, and slices.
+        ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most; None: what
+            ``ring_slice_rows`` says.
         n_buffers: slices that are read or computed at the same time, at least 2.
         """
         geometry = store.geometry
-        if n_buffers < 2 or ring_bytes < n_buffers * geometry.stride_bytes:
+        if n_buffers < 2 or (ring_bytes is not None and ring_bytes < n_buffers * geometry.stride_bytes):
             raise ValueError(f"{n_buffers} buffers of {ring_bytes} bytes in all; a slice needs a row")
         if not len(up_bias) == len(gate_bias) == geometry.n_layers:
             raise ValueError(f"{len(up_bias)} and {len(gate_bias)} biases for {geometry.n_layers} layers")
-        self.stats = StreamStats()
+        self.stats = stats or StreamStats()
         self.layers = tuple(range(geometry.n_layers) if layers is None else layers)
         self.ahead: tuple[int, ...] = ()
-        self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
+        if ring_bytes is None:
+            self.slice_rows = ring_slice_rows(geometry)
+        else:
+            self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
         slice_bytes = self.slice_rows * geometry.stride_bytes
         alignment = max(LAYER_ALIGN_BYTES, store.alignment_bytes)
         step = round_up(slice_bytes, alignment)
@@ -312,6 +318,14 @@ async def _run(lane: ComputeLane, fn: Any, *args: Any) -> None:
 async def _read_rows(store: WeightStore, layer: int, ids: I64Array, rows: U8Array, start: int) -> None:
     if len(ids):
         await store.read_rows(layer, ids, rows, ids - start)
+
+
+def ring_slice_rows(geometry: FFNGeometry) -> int:
+    """Rows per slice where nobody says otherwise: the ring holds at most one layer, so that a small model
+    needs a small one."""
+    rows = slice_rows(geometry, RING_BYTES // RING_BUFFERS)
+    quarter = round_up(-(-geometry.n_neurons // RING_BUFFERS), _ROWS_PER_ALIGNED_GROUP)
+    return min(rows, quarter, geometry.n_neurons)
 
 
 def slice_rows(geometry: FFNGeometry, limit_bytes: int) -> int:

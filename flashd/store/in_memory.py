@@ -14,7 +14,11 @@ _LOAD_BYTES = 4 << 20
 
 
 class InMemoryStore(WeightStore):
-    """Copies rows out of arrays; make it with ``await InMemoryStore.load(other_store)``."""
+    """Copies rows out of an array; make it with ``await InMemoryStore.load(other_store)``.
+
+    Attributes:
+        all_rows: ``[layers, n_neurons, stride_bytes]``, not to be written; empty once it is closed.
+    """
 
     name = "memory"
     alignment_bytes = 1
@@ -27,6 +31,7 @@ class InMemoryStore(WeightStore):
         if rows.shape != expected or rows.dtype != np.uint8:
             raise ValueError(f"rows are {rows.dtype}{rows.shape}, expected uint8{expected}")
         self.geometry = geometry
+        self.all_rows = rows
         self._rows: dict[int, U8Array] | None = dict(zip(layers, rows, strict=True))
 
     @classmethod
@@ -81,3 +86,4 @@ class InMemoryStore(WeightStore):
     async def close(self) -> None:
         """See ``WeightStore.close``."""
         self._rows = None
+        self.all_rows = self.all_rows[:0]

@@ -82,7 +82,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     x = rng.standard_normal((3, SPEC.d_model), np.float32)
     biases = [rng.standard_normal(SPEC.d_ffn, np.float32) for _ in range(LAYERS)]
     lane = ComputeLane()
-    # The whole layer in one slice, from RAM: no ring to go wrong.
+    # Large slices, from RAM: no read to go wrong.
     whole = InMemoryStore(made.manifest.ffn, made.rows)
     simple = StreamingFFN(whole, lane, "silu", biases, biases)
     expected = [await ffn(simple, layer, x) for layer in range(LAYERS)]
