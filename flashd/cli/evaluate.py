@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashd.cli.daemon import JsonOption
+from flashd.cli.daemon import BudgetOption, JsonOption, KvOption
 from flashd.cli.render import human_duration, note, paragraph, print_json, table
 from flashd.errors import ConfigError
 
@@ -56,23 +56,25 @@ def evaluate(
     items: Annotated[int, typer.Option(min=0, help="Cloze items at most; 0: all.")] = 200,
     distractors: Annotated[int, typer.Option(min=1, help="Words that the last word competes with.")] = 9,
     mode: ModeOption = None,
-    kv_dtype: Annotated[str, typer.Option(help="Element type of the KV cache: f16 or f32.")] = "f16",
+    budget: BudgetOption = None,
+    kv_dtype: KvOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Measure what skipping neurons costs: perplexity and last words, dense, by oracle and by predictor.
 
-    All neurons are read and computed for the comparison, so this takes long and no more memory than
-    serving. The oracle skips exactly the neurons that do not fire.
+    All neurons are read and computed for the comparison, so this takes long, and hardly more memory than
+    serving. The oracle skips exactly the neurons that do not fire; the predictor's tokens are computed as
+    flashd start would.
     """
     from dataclasses import asdict
 
-    from flashd.config import KV_DTYPES
+    from flashd.config import resolve
     from flashd.tools.eval.run import EvalOptions
     from flashd.tools.eval.run import evaluate as run
 
-    for option, value, known in (("task", task, _TASKS), ("kv-dtype", kv_dtype, KV_DTYPES)):
-        if value not in known:
-            raise ConfigError(f"--{option} is {value!r}, expected one of: {', '.join(known)}")
+    if task not in _TASKS:
+        raise ConfigError(f"--task is {task!r}, expected one of: {', '.join(_TASKS)}")
+    config = resolve({"model": str(directory), "budget": budget, "kv_dtype": kv_dtype})
     texts, ids = tuple(text or ()), tuple(tokens_file or ())
     options = EvalOptions(
         texts=texts,
@@ -86,9 +88,8 @@ def evaluate(
         items=items,
         distractors=distractors,
         modes=tuple(mode or ()),
-        kv_dtype=kv_dtype,
     )
-    report = run(directory, options, ProgressNotes())
+    report = run(config, options, ProgressNotes())
     for line in report.notes:
         note(line)
     if as_json:

@@ -7,7 +7,14 @@ from typing import Annotated
 
 import typer
 
-from flashd.cli.daemon import JsonOption
+from flashd.cli.daemon import (
+    BudgetOption,
+    EvictionOption,
+    JsonOption,
+    PredictorOption,
+    PrefetchOption,
+    WindowOption,
+)
 from flashd.cli.render import human_bytes, paragraph, print_json, table
 
 
@@ -17,14 +24,17 @@ def steady(
     prompt: Annotated[
         str, typer.Option(help="What to continue [default: random tokens].", show_default=False)
     ] = "",
-    backend: Annotated[str | None, typer.Option(help="As for flashd start.", show_default=False)] = None,
+    budget: BudgetOption = None,
+    predictor: PredictorOption = None,
+    eviction: EvictionOption = None,
+    window: WindowOption = None,
+    prefetch: PrefetchOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check that a long answer's tokens take as long, and as much memory, at its end as at its beginning.
 
     Figure 8 of LLM in a flash, greedy and by nucleus sampling. Attention over the KV cache, and the cache
-    itself, grow with the answer and are left out. Settings of flashd start hold here, too, from their
-    environment variables.
+    itself, grow with the answer and are left out.
     """
     from dataclasses import asdict
 
@@ -32,7 +42,10 @@ def steady(
     from flashd.config import resolve
     from flashd.tools.bench.steady import MAX_SLOWDOWN, MAX_SPREAD, bench_steady
 
-    config = resolve({"model": str(directory), "backend": backend})
+    flags = {
+        "budget": budget, "predictor": predictor, "eviction": eviction, "window": window, "prefetch": prefetch,
+    }  # fmt: skip
+    config = resolve({"model": str(directory), **flags})
     report = bench_steady(config, tokens, prompt, ProgressNotes())
     if as_json:
         print_json(asdict(report))

@@ -61,6 +61,11 @@ class ReadCosts:
         size, read_s = np.array(points, np.float64).T
         return cls(size, read_s, 0 if curve is None else curve.break_even_bytes())
 
+    @classmethod
+    def of_packed(cls) -> ReadCosts:
+        """Of a store that must unpack a whole chunk for any of its rows: a slice is best read at once."""
+        return cls(np.array([1.0, float(1 << 60)]), np.ones(2))
+
     def seconds(self, nbytes: npt.NDArray[np.generic]) -> F64Array:
         """For reads of so many bytes each; longer ones than were measured take their share of time."""
         size = nbytes.astype(np.float64)

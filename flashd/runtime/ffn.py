@@ -222,7 +222,8 @@ def _prompt(
 ) -> PromptFFN:
     geometry = parts.manifest.ffn
     engine = parts.store.name.rpartition("/")[2]
-    costs = ReadCosts.of(load_curve(config.model_dir, engine))
+    packed = engine in ("decoded", "generic")  # ways of a zarr store without an engine
+    costs = ReadCosts.of_packed() if packed else ReadCosts.of(load_curve(config.model_dir, engine))
     dense = DenseFFN(geometry, parts.manifest.model.activation)
     return PromptFFN(stream, parts.lane, predictor, window, dense, geometry, costs)
 

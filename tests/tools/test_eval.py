@@ -18,7 +18,6 @@ from flashd.errors import ConfigError
 from flashd.kv.contiguous import ContiguousKV
 from flashd.layout.manifest import MANIFEST, to_json
 from flashd.models.decoder import Span
-from flashd.predictor.base import Predictor
 from flashd.runtime.build import build
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.open import open_manifest
@@ -26,12 +25,12 @@ from flashd.testing.predictors import make_predictors
 from flashd.testing.tiny_checkpoints import write_opt, write_opt_tokenizer
 from flashd.tools.bench.steady import bench_steady
 from flashd.tools.convert import ConvertOptions, convert
-from flashd.tools.eval.report import share_of
+from flashd.tools.eval.report import EvalReport, share_of
 from flashd.tools.eval.run import EvalOptions, evaluate, evaluate_subject
 from flashd.tools.eval.scores import log_probs
 from flashd.tools.eval.subject import opened
 from flashd.tools.eval.text import cloze_items, passages_in, passages_of, read_ids, windows
-from flashd.types import BoolArray, F32Array, I64Array
+from flashd.types import BoolArray, F32Array
 
 PARAGRAPH = (
     "The {0} stood at the old harbour wall. Nobody in the town had ever asked it why it looked out, {1}."
@@ -46,6 +45,10 @@ TEXT = "\n\n".join(
 
 def silent(*args: object) -> None:
     pass
+
+
+def evaluated(bundle: Path, options: EvalOptions) -> EvalReport:
+    return evaluate(DaemonConfig(model=str(bundle)), options, silent)
 
 
 @pytest.fixture(scope="module")
@@ -74,46 +77,30 @@ def text(plain: Path) -> Path:
     return path
 
 
-class _Knowing(Predictor):
-    """Requests what fires, of layers 1 and 2, but for every so many neurons; and some that do not."""
-
-    name = "knowing"
-    nbytes = 0
-
-    def __init__(self, rows: list[F32Array], bias: list[F32Array], drop: int, add: int) -> None:
-        self.n_layers, self.n_neurons = len(rows), len(rows[0])
-        self.rows, self.bias, self.drop, self.add = rows, bias, drop, add
-        self.seen: list[tuple[int, BoolArray, BoolArray]] = []
-
-    def masked(self, layer: int) -> bool:
-        return layer > 0
-
-    def predict(self, layer: int, x: F32Array) -> tuple[I64Array, BoolArray]:
-        fired = x @ self.rows[layer].T + self.bias[layer] > 0
-        wanted = fired.copy()
-        wanted[:, :: self.drop] = False
-        wanted[:, :: self.add] = True
-        self.seen.append((layer, fired, wanted))
-        ids = np.arange(self.n_neurons)
-        return ids, wanted
-
-
-async def test_counts_and_losses_are_those_of_the_definition(plain: Path, text: Path) -> None:
+async def test_counts_and_losses_are_those_of_the_definition(calibrated: Path, text: Path) -> None:
     """Perplexity against a plain decoder's logits; FN, FP, precision and recall against counting."""
-    options = EvalOptions(texts=(text,), tokens=300, context=64, kv_dtype="f32")
-    async with opened(plain, "f32") as subject:
+    options = EvalOptions(texts=(text,), tokens=300, context=64)
+    seen: list[tuple[int, F32Array, BoolArray]] = []
+    async with opened(DaemonConfig(model=str(calibrated), kv_dtype="f32")) as subject:
         rows = await InMemoryStore.load(subject._store)
         layers, d = range(rows.geometry.n_layers), rows.geometry.d_model
         up = [rows.layer(layer).view(np.float32)[:, :d] for layer in layers]
         bias = [np.asarray(subject._weights[f"layers.{i}.ffn.up.bias"]) for i in layers]
-        predictor = _Knowing(up, bias, drop=9, add=4)
-        subject.predictor = subject.comparing._predictor = predictor
+        predictor = subject._ffn.predictor
+        ask = predictor.predict_prompt
+
+        def spy(layer: int, x: F32Array) -> BoolArray:
+            wanted = ask(layer, x)
+            seen.append((layer, x, wanted))
+            return wanted
+
+        predictor.predict_prompt = spy  # type: ignore[method-assign]  # to see what it is asked
         report = await evaluate_subject(subject, "it", options, silent)
         assert subject.tokenizer is not None
         ids = subject.tokenizer.encode(TEXT, plain=False)
     dense, oracle, sparse = report.modes
     assert [row.mode for row in report.modes] == ["dense", "oracle", "predictor"]
-    assert dense.loss == pytest.approx(await _loss(plain, ids), abs=1e-5)
+    assert dense.loss == pytest.approx(await _loss(calibrated, ids), abs=1e-5)
     assert dense.perplexity == pytest.approx(np.exp(dense.loss))
     assert (dense.changed, dense.perplexity_change) == (0, 0)
     assert oracle.loss == pytest.approx(dense.loss, abs=1e-5)
@@ -122,11 +109,10 @@ async def test_counts_and_losses_are_those_of_the_definition(plain: Path, text: 
     assert sparse.perplexity_change == pytest.approx(sparse.perplexity / dense.perplexity - 1)
     assert sparse.changed_share == sparse.changed / 300
     assert report.tokens == 300
-    # The predictor was asked in the dense pass first, once for each chunk of up to 16 tokens.
-    pairs = predictor.seen[: len(predictor.seen) // 2]
-    for layer in (1, 2):
-        fired = np.concatenate([f for i, f, _ in pairs if i == layer])
-        wanted = np.concatenate([w for i, _, w in pairs if i == layer])
+    for layer in (0, 2):
+        # The dense pass comes first, five windows of it.
+        pairs = [(x @ up[layer].T + bias[layer] > 0, wanted) for i, x, wanted in seen if i == layer][:5]
+        fired, wanted = (np.concatenate(each) for each in zip(*pairs, strict=True))
         assert len(fired) == 300
         found = report.layers[layer]
         assert found.masked
@@ -134,15 +120,15 @@ async def test_counts_and_losses_are_those_of_the_definition(plain: Path, text: 
         assert found.false_positive == pytest.approx((wanted & ~fired).sum() / (~fired).sum(), abs=1e-3)
         assert found.precision == pytest.approx((wanted & fired).sum() / wanted.sum(), abs=1e-3)
         assert found.recall == pytest.approx(1 - found.false_negative)
-    assert not report.layers[0].masked
-    assert report.layers[0].false_negative == 0
-    masked = report.layers[1:]
+    assert not report.layers[1].masked
+    assert report.layers[1].false_negative == 0
+    masked = report.layers[::2]
     assert report.false_negative == pytest.approx(sum(layer.false_negative for layer in masked) / 2)
 
 
 async def _loss(bundle: Path, ids: list[int]) -> float:
     """Mean loss of 300 tokens in windows of 64 with BOS in front, one forward pass a window."""
-    runtime = await build(DaemonConfig(model=str(bundle), kv_dtype="f32"))
+    runtime = await build(DaemonConfig(model=str(bundle), kv_dtype="f32", predictor="none"))
     losses: list[float] = []
     for start in range(0, 300, 63):
         window = np.array([2, *ids[start : start + min(63, 300 - start)]])
@@ -188,12 +174,18 @@ def test_thresholds_have_a_row_without_them(calibrated: Path, text: Path) -> Non
     manifest = replace(open_manifest(cut), thresholds=(0.3, 0.3, 0.3))
     (cut / MANIFEST).write_text(to_json(manifest))
     make_predictors(cut, manifest)
-    report = evaluate(cut, EvalOptions(texts=(text,), tokens=100, modes=("no-threshold", "oracle")), silent)
+    report = evaluate(
+        DaemonConfig(model=str(cut)),
+        EvalOptions(texts=(text,), tokens=100, modes=("no-threshold", "oracle")),
+        silent,
+    )
     dense, free, oracle = report.modes
     assert free.mode == "no-threshold"
     assert free.loss != pytest.approx(dense.loss, abs=1e-4)
     assert oracle.loss == pytest.approx(dense.loss, abs=1e-4)
-    before = evaluate(calibrated, EvalOptions(texts=(text,), tokens=100, modes=("dense",)), silent)
+    before = evaluate(
+        DaemonConfig(model=str(calibrated)), EvalOptions(texts=(text,), tokens=100, modes=("dense",)), silent
+    )
     assert [row.loss for row in before.modes] == pytest.approx([free.loss])
 
 
@@ -201,7 +193,7 @@ async def test_a_cloze_item_is_scored_as_its_whole_text(plain: Path) -> None:
     """Branches of the cache give what running context and word at once gives."""
     from flashd.tools.eval.cloze import _guess
 
-    async with opened(plain, "f32") as subject:
+    async with opened(DaemonConfig(model=str(plain), kv_dtype="f32")) as subject:
         assert subject.tokenizer is not None
         encode = subject.tokenizer.encode
         passages = passages_of(TEXT)
@@ -258,7 +250,7 @@ def test_ids_from_a_file(tmp_path: Path) -> None:
 def test_what_cannot_be_evaluated_is_named(plain: Path, text: Path, tmp_path: Path) -> None:
     ids = tmp_path / "ids"
     ids.write_text(" ".join(map(str, range(50))))
-    assert evaluate(plain, EvalOptions(token_files=(ids,)), silent).tokens == 50
+    assert evaluated(plain, EvalOptions(token_files=(ids,))).tokens == 50
     wrong = [
         (EvalOptions(), "--text"),
         (EvalOptions(texts=(tmp_path / "none",)), "cannot read"),
@@ -269,13 +261,13 @@ def test_what_cannot_be_evaluated_is_named(plain: Path, text: Path, tmp_path: Pa
     ]
     for options, message in wrong:
         with pytest.raises(ConfigError, match=message):
-            evaluate(plain, options, silent)
+            evaluated(plain, options)
     bare = tmp_path / "bare"
     shutil.copytree(plain, bare)
     (bare / MANIFEST).write_text(to_json(replace(open_manifest(bare), tokenizer=None)))
     with pytest.raises(ConfigError, match="no tokenizer"):
-        evaluate(bare, EvalOptions(texts=(text,)), silent)
-    assert evaluate(bare, EvalOptions(token_files=(ids,), tokens=10), silent).tokens == 10
+        evaluated(bare, EvalOptions(texts=(text,)))
+    assert evaluated(bare, EvalOptions(token_files=(ids,), tokens=10)).tokens == 10
 
 
 def test_intervals_are_wilsons() -> None:

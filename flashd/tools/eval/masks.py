@@ -14,25 +14,6 @@ from flashd.prefetch.stream import StreamingFFN
 from flashd.tools.eval.report import LayerQuality
 from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, I64Array
 
-Mask = Callable[[int, F32Array], BoolArray | None]
-
-
-class MaskedSource:
-    """An ``FFNSource``: a stream whose tokens use the neurons that a function of the input says.
-
-    Args:
-        stream: reads and computes.
-        mask: (layer, FFN input) -> ``bool[tokens, n_neurons]``, or None for all; called on the lane.
-    """
-
-    def __init__(self, stream: StreamingFFN, mask: Mask) -> None:
-        self._stream = stream
-        self._mask = mask
-
-    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
-        """See ``FFNSource.apply``."""
-        return await self._stream.apply(layer, x, partial(self._mask, layer))
-
 
 class OracleFFN(DenseFFN):
     """Finds each token's true mask by the kernels that decoding uses, as predictor ``oracle`` does, and
@@ -45,6 +26,18 @@ class OracleFFN(DenseFFN):
             for start in range(0, len(x), MAX_BATCH)
         ]
         super().add(weights, x, acc, np.concatenate(true))
+
+
+class ComparedSource:
+    """An ``FFNSource``: a stream whose math is a ``ComparingFFN``, which is told where it is."""
+
+    def __init__(self, stream: StreamingFFN, comparing: ComparingFFN) -> None:
+        self._stream = stream
+        self._comparing = comparing
+
+    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
+        """See ``FFNSource.apply``."""
+        return await self._stream.apply(layer, x, partial(self._comparing.look, layer))
 
 
 class ComparingFFN(DenseFFN):
@@ -67,7 +60,7 @@ class ComparingFFN(DenseFFN):
         self._requested: BoolArray | None = None
 
     def look(self, layer: int, x: F32Array) -> None:
-        """Begin a layer: what comes are its slices in ascending order. A ``Mask`` that masks nothing."""
+        """Begin a layer, on the lane: what comes are its slices in ascending order."""
         self._layer, self._start, self._requested = layer, 0, None
         if self._predictor is not None and self._predictor.masked(layer):
             self._requested = self._predictor.predict_prompt(layer, x)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from flashd.config import DaemonConfig
 from flashd.errors import ConfigError
 from flashd.tools.eval.cloze import evaluate_cloze
 from flashd.tools.eval.report import Z95, EvalReport, LayerQuality, ModeQuality
@@ -48,7 +49,6 @@ class EvalOptions:
         items: cloze items at most; 0: all.
         distractors: words beside the right one.
         modes: some of ``Subject.modes``; empty: all.
-        kv_dtype: of the KV cache.
     """
 
     texts: tuple[Path, ...] = ()
@@ -61,25 +61,29 @@ class EvalOptions:
     items: int = 200
     distractors: int = 9
     modes: tuple[str, ...] = ()
-    kv_dtype: str = "f16"
 
 
 DEFAULT_CONTEXT = 512
 
 
-def evaluate(directory: Path, options: EvalOptions, progress: Progress) -> EvalReport:
+def evaluate(config: DaemonConfig, options: EvalOptions, progress: Progress) -> EvalReport:
     """Evaluate a bundle; reads its FFN from flash over and over, so it may be larger than RAM.
+
+    Args:
+        config: what ``flashd start`` would be told.
+        options: what to evaluate.
+        progress: called now and then.
 
     Raises:
         ConfigError: options or texts that cannot be used.
         BundleError, DiskReadError, TokenizerError: the bundle cannot be used.
     """
-    return asyncio.run(_evaluate(directory, options, progress))
+    return asyncio.run(_evaluate(config, options, progress))
 
 
-async def _evaluate(directory: Path, options: EvalOptions, progress: Progress) -> EvalReport:
-    async with opened(directory, options.kv_dtype) as subject:
-        return await evaluate_subject(subject, str(directory), options, progress)
+async def _evaluate(config: DaemonConfig, options: EvalOptions, progress: Progress) -> EvalReport:
+    async with opened(config) as subject:
+        return await evaluate_subject(subject, str(config.model_dir), options, progress)
 
 
 async def evaluate_subject(
@@ -134,7 +138,7 @@ def _modes(subject: Subject, options: EvalOptions) -> list[str]:
 
 
 def _notes(subject: Subject) -> tuple[str, ...]:
-    if subject.predictor is not None:
+    if subject.calibration is not None:
         return ()
     return ("the model is not calibrated, so there is only the dense row; flashd calibrate makes predictors",)
 
