@@ -52,6 +52,19 @@ def _about(key: str, text: str) -> str:
     return f"{text} [default: {default}; env: FLASHD_{key.upper()}]"
 
 
+BackendOption = Annotated[
+    str | None, typer.Option(help=_about("backend", f"How FFN rows are read: {', '.join(BACKENDS)}"))
+]
+VerifyOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about(
+            "verify",
+            f"FFN rows checked when read: {', '.join(VERIFY)} "
+            "(auto: the first time, later as many as take 2 % of the time; reads: every time)",
+        )
+    ),
+]
 BudgetOption = Annotated[
     str | None,
     typer.Option(
@@ -102,19 +115,8 @@ def start(
         str | None,
         typer.Option(help="Model id in the API [default: the directory's name; env: FLASHD_NAME]."),
     ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help=_about("backend", f"How FFN rows are read: {', '.join(BACKENDS)}"))
-    ] = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            help=_about(
-                "verify",
-                f"FFN rows checked when read: {', '.join(VERIFY)} "
-                "(auto: the first time, later as many as take 2 % of the time; reads: every time)",
-            )
-        ),
-    ] = None,
+    backend: BackendOption = None,
+    verify: VerifyOption = None,
     budget: BudgetOption = None,
     predictor: PredictorOption = None,
     eviction: EvictionOption = None,

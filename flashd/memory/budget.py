@@ -134,7 +134,9 @@ def allocate(budget_bytes: int, demand: Demand, k: int = 0) -> Allocation:
         return Allocation(budget_bytes, whole, 0, (0,) * geometry.n_layers, 0)
     spare = demand.spare_rows(n_rows)
     capacity, fits = _capacities(demand, min(n_rows - spare, total_rows), k)
-    return Allocation(budget_bytes, whole, sum(capacity) + spare, capacity, fits)
+    if (k and fits == k) or sum(capacity) == total_rows:  # no use for more
+        n_rows = min(n_rows, sum(capacity) + spare)
+    return Allocation(budget_bytes, whole, n_rows, capacity, fits)
 
 
 def _capacities(demand: Demand, n_rows: int, k: int) -> tuple[tuple[int, ...], int]:
@@ -147,7 +149,7 @@ def _capacities(demand: Demand, n_rows: int, k: int) -> tuple[tuple[int, ...], i
     longest = k or MAX_WINDOW
     fits = max(steps for steps in range(longest + 1) if sum(wanted(steps)) <= n_rows)
     low = wanted(fits)
-    if fits == k:
+    if k and fits == k:
         return tuple(low), fits
     n = demand.geometry.n_neurons
     # Between two windows, or between the longest one and everything, all layers go the same share of the way.
