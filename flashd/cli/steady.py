@@ -43,7 +43,8 @@ def steady(
     from flashd.tools.bench.steady import MAX_SLOWDOWN, MAX_SPREAD, bench_steady
 
     flags = {
-        "budget": budget, "predictor": predictor, "eviction": eviction, "window": window, "prefetch": prefetch,
+        "budget": budget, "predictor": predictor, "eviction": eviction, "window": window,
+        "prefetch": prefetch,
     }  # fmt: skip
     config = resolve({"model": str(directory), **flags})
     report = bench_steady(config, tokens, prompt, ProgressNotes())
