@@ -64,6 +64,7 @@ class StreamingFFN:
         thresholds: Sequence[float] = (),
         ring_bytes: int = RING_BYTES,
         n_buffers: int = RING_BUFFERS,
+        observe: Callable[[F32Array], None] | None = None,
     ) -> None:
         """Args:
         store: where the rows are; stays the caller's to close.
@@ -74,6 +75,7 @@ class StreamingFFN:
         thresholds: per layer, activations up to it count as zero; empty: 0 for all.
         ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most.
         n_buffers: slices that are read or computed at the same time, at least 2.
+        observe: see ``DenseFFN``; slices come in ascending order.
         """
         geometry = store.geometry
         if n_buffers < 2 or ring_bytes < n_buffers * geometry.stride_bytes:
@@ -91,7 +93,7 @@ class StreamingFFN:
         self.why_unregistered = store.register(self._ring_memory)
         self._store = store
         self._lane = lane
-        self._dense = DenseFFN(geometry, activation)
+        self._dense = DenseFFN(geometry, activation, observe)
         self._up_bias = list(up_bias)
         self._gate_bias = list(gate_bias)
         self._thresholds = list(thresholds) or [0.0] * geometry.n_layers
