@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -109,37 +109,27 @@ def _held_out(job: Job, mask: Any) -> list[Any]:
 def _search(job: Job, layer: int, records: Any) -> tuple[LowRank, list[dict[str, float]]]:
     """The smallest predictor that is good enough, else the best; and what all of them reach."""
     options, n = job.options, job.geometry.n_neurons
-    rows = job.sequences.rows("train")
-    curve: list[dict[str, float]] = []
-    best: LowRank | None = None
-    for rank in job.ranks(layer):
+    rows, held = job.sequences.rows("train"), records[job.sequences.rows("validation")]
+    ranks = job.ranks(layer)
+    found: dict[int, tuple[LowRank, Quality]] = {}
+    low, high = 0, len(ranks) - 1
+    while low <= high:
+        middle = (low + high) // 2
+        rank = ranks[middle]
         seed = options.seed + 1009 * layer + rank
-        weights = train.train(
-            records["x"][rows],
-            records["mask"][rows],
-            n,
-            rank,
-            epochs=options.epochs,
-            seed=seed,
-            step=job.step,
-        )
-        held = records[job.sequences.rows("validation")]
+        x, fired = records["x"][rows], records["mask"][rows]
+        weights = train.train(x, fired, n, rank, epochs=options.epochs, seed=seed, step=job.step)
         trained = _with_threshold(weights, held["x"], held["mask"], n, options.fn_target)
-        found = quality(_requested(trained, held["x"], n), held["mask"], n)
-        if best is None or found.false_positive < min(point["false_positive"] for point in curve):
-            best = trained
-        curve.append(
-            {
-                "rank": rank,
-                "false_negative": found.false_negative,
-                "false_positive": found.false_positive,
-                "requested": found.requested,
-            }
-        )
-        if found.false_positive <= options.fp_target:
-            break
-    assert best is not None
-    return best, curve
+        found[rank] = trained, quality(_requested(trained, held["x"], n), held["mask"], n)
+        if found[rank][1].false_positive <= options.fp_target:
+            high = middle - 1
+        else:
+            low = middle + 1
+    errors = {rank: each.false_positive for rank, (_, each) in found.items()}
+    enough = [rank for rank, error in errors.items() if error <= options.fp_target]
+    chosen = min(enough) if enough else min(errors, key=lambda rank: errors[rank])
+    points = [{"rank": rank, **asdict(found[rank][1])} for rank in sorted(found)]
+    return found[chosen][0], points
 
 
 def _with_threshold(weights: train.Weights, x: Any, fired: Any, n: int, fn_target: float) -> LowRank:

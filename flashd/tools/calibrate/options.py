@@ -23,7 +23,7 @@ class CalibrateOptions:
         rank: of every predictor; 0: per layer the smallest of d/32, d/16, d/8, d/4 that reaches
             ``fp_target``.
         late_rank: of those of the last four layers; 0: as the others.
-        epochs: passes over the training text.
+        epochs: passes over the training text; 0: two, or more where it is short.
         fn_target: share of fired neurons that the predictor may miss, on text that is not trained on.
         fp_target: share of neurons requested in vain that is good enough.
         max_requested: a layer whose predictor requests a larger share of neurons than that has no mask.
@@ -39,7 +39,7 @@ class CalibrateOptions:
     predictor: Literal["low-rank", "gate"] = "low-rank"
     rank: int = 0
     late_rank: int = 0
-    epochs: int = 2
+    epochs: int = 0
     fn_target: float = 0.04
     fp_target: float = 0.07
     max_requested: float = 0.5
@@ -56,11 +56,9 @@ class CalibrateOptions:
         ):
             if value not in known:
                 raise ConfigError(f"{name} is {value!r}, expected one of: {', '.join(known)}")
-        for name in ("samples", "rank", "late_rank", "workers"):
+        for name in ("samples", "rank", "late_rank", "epochs", "workers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
-        if not 1 <= self.epochs <= 1000:
-            raise ConfigError(f"epochs is {self.epochs}, expected 1 to 1000")
         for name in ("fn_target", "fp_target", "max_requested", "target"):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 < value < 1):

@@ -133,8 +133,8 @@ def _check(manifest: Manifest, options: CalibrateOptions) -> None:
     sparse = spec.activation in _SPARSE or any(manifest.thresholds) or options.sparsify == "fatrelu"
     if not sparse:
         raise CalibrationError(
-            f"this model's activation is {spec.activation}, which lets every neuron fire, so there is nothing to "
-            "predict; cut small activations with --sparsify fatrelu --target 0.7 (it costs some perplexity, which "
+            f"this model has {spec.activation} activations, and every neuron fires: there is nothing to "
+            "predict; cut small ones with --sparsify fatrelu --target 0.7 (the perplexity that it costs "
             "is reported), or run the model as it is: it works without calibration"
         )
     if options.predictor == "gate" and not spec.gated:

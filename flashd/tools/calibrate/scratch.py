@@ -24,10 +24,10 @@ from typing import Any
 import numpy as np
 
 from flashd.errors import CalibrationError
+from flashd.tools.calibrate.write import SCRATCH
 from flashd.tools.convert.files import write_durably
 from flashd.types import BoolArray, F32Array, FFNGeometry, WeightArray
 
-SCRATCH = ".calibrate.partial"
 _STATE = "state.json"
 _FACTS = "facts"
 _COMMIT_S = 5.0
