@@ -113,8 +113,9 @@ class ProgressNotes:
             note(f"{mode}: {total} to do")
         elif done < total and now_s - self._said_s > _NOTE_INTERVAL_S:
             self._said_s = now_s
-            left_s = (now_s - self._start_s) / done * (total - done)
-            note(f"{mode}: {done} of {total}, about {human_duration(max(1, round(left_s)))} left")
+            minutes, seconds = divmod(round((now_s - self._start_s) / done * (total - done)) + 1, 60)
+            left = f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+            note(f"{mode}: {done} of {total}, about {left} left")
 
 
 def print_report(report: EvalReport) -> None:
