@@ -22,8 +22,9 @@ from flashd.layout.calibration import from_json
 from flashd.models.decoder import Decoder, Span
 from flashd.predictor.oracle import OraclePredictor
 from flashd.prefetch.resident import ResidentFFN
-from flashd.runtime.build import _biases
+from flashd.runtime.ffn import _biases
 from flashd.store.open import load_resident, open_manifest, open_store
+from flashd.store.predictors import open_predictors
 from flashd.tools.convert.destination import Destination
 from flashd.tools.inspect import inspect
 from flashd.tools.synth import SynthOptions, synth
@@ -55,16 +56,6 @@ def made(tmp_path_factory):
     return get
 
 
-def predictors(folder: Path) -> dict[str, np.ndarray]:
-    raw = (folder / "predictors.safetensors").read_bytes()
-    length = int.from_bytes(raw[:8], "little")
-    kinds, found = {"F16": "<f2", "F32": "<f4"}, {}
-    for name, item in json.loads(raw[8 : 8 + length]).items():
-        start, end = (8 + length + at for at in item["data_offsets"])
-        found[name] = np.frombuffer(raw[start:end], kinds[item["dtype"]]).reshape(item["shape"]).copy()
-    return found
-
-
 @pytest.mark.parametrize("like", ["opt-tiny", "llama-tiny"])
 @pytest.mark.parametrize("curve", ["opt", "falcon"])
 def test_the_bundle_is_whole_says_synthetic_and_its_curve_is_the_papers(made, like, curve):
@@ -93,7 +84,7 @@ def test_what_fires_in_the_model_is_what_the_predictors_and_lookaheads_request(m
     inputs, logits, oracle = asyncio.run(run_dense(folder, tokens=192))
     assert np.isfinite(logits).all()
     assert len(set(logits.argmax(axis=1).tolist())) > 20  # says more than one word
-    tensors = predictors(folder)
+    _, tensors = open_predictors(folder, open_manifest(folder))
     fired, requested = [], []
     for layer, x in enumerate(inputs):
         true = oracle.predict_prompt(layer, x)
