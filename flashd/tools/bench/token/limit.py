@@ -26,9 +26,10 @@ def memory_group(limit_bytes: int) -> Iterator[tuple[Path | None, str]]:
     why = "this process is in no memory cgroup that can be seen"
     made = None
     try:
-        found = [group for group in host.memory_cgroups() if group[1].joinpath(group[2].lstrip("/")).is_dir()]
-        for version, mount, path in found:
-            made, why = _make(version, mount.joinpath(path.lstrip("/")), limit_bytes)
+        for version, mount, path in host.memory_cgroups():
+            # In a container the path may not exist below the mount; the mount's root then is our cgroup.
+            own = mount.joinpath(path.lstrip("/"))
+            made, why = _make(version, own if own.is_dir() else mount, limit_bytes)
             if made is not None:
                 break
     except (OSError, ValueError) as exc:
