@@ -54,7 +54,7 @@ class GuessingOracle(OraclePredictor):
         if layer + 1 in self.upcoming:
             return super().predict(layer + 1, self.upcoming[layer + 1])[0]
         if self.good:
-            return self._asked.get(layer + 1)
+            return self._asked.get(layer + 1, np.empty(0, np.int64))
         n = int(self.n_neurons * self.share)
         return np.sort(self.rng.choice(self.n_neurons, n, replace=False)).astype(np.int64) if n else None
 

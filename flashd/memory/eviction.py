@@ -103,11 +103,12 @@ class Frequency(EvictionPolicy):
             if self._weight > _RESCALE_ABOVE:
                 self._count /= np.float32(self._weight)
                 self._weight = 1.0
-        self._count[layer, ids] += np.float32(self._weight)
+        counts = self._count[layer]
+        counts[ids] += np.float32(self._weight)
 
     def value(self, layer: int, ids: I64Array, last_step: npt.NDArray[np.int32]) -> npt.NDArray[np.generic]:
         """See ``EvictionPolicy.value``."""
-        counts: F32Array = self._count[layer, ids]
+        counts: F32Array = self._count[layer][ids]
         return counts
 
 

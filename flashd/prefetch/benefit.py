@@ -58,6 +58,10 @@ class PrefetchBenefit:
         """Whether to read ahead for this layer now."""
         return self.active and self._can[layer] and not self._left_out[layer]
 
+    def cannot(self, layer: int) -> None:
+        """Nothing guesses this layer: it is never asked about again."""
+        self._can[layer] = False
+
     @property
     def layers(self) -> int:
         """How many layers are prefetched when prefetch is on."""

@@ -194,7 +194,8 @@ class SparseFFN:
         if following not in self._masked or not self.benefit.wants(following):
             return
         guess = self._predictor.lookahead(layer, x)
-        if guess is None or not len(guess):
+        if guess is None:
+            self.benefit.cannot(following)
             return
         with self._lane.memory_work():
             self._settle()
