@@ -21,7 +21,7 @@ from flashd.errors import ConfigError
 BACKENDS = ("auto", "uring", "threads", "buffered", "memory")
 VERIFY = ("auto", "reads")
 PREDICTORS = ("auto", "none", "oracle")
-EVICTION = ("lru", "window", "frequency")
+EVICTION = ("frequency", "lru", "window")
 PREFETCH = ("auto", "on", "off")
 KV_DTYPES = ("f16", "f32")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -46,7 +46,8 @@ class DaemonConfig:
             now, less a tenth), a size such as ``4GiB``, or a share of all weights such as ``55%``.
         predictor: which neurons are computed: ``auto`` (what the bundle was calibrated with, if it was),
             ``none`` (all) or ``oracle`` (the true ones, with all rows in RAM beside the budget: for tests).
-        eviction: which neurons leave RAM first: ``lru``, ``window`` or ``frequency``.
+        eviction: which neurons leave RAM first: ``frequency``, ``lru`` or ``window`` (the
+            paper's).
         window: steps whose neurons stay in RAM; 0: as many as the budget holds.
         prefetch: whether rows are read ahead on a guess: ``auto`` (as long as it pays), ``on`` or ``off``.
         kv_dtype: element type of the KV cache.
@@ -64,7 +65,7 @@ class DaemonConfig:
     verify: str = "auto"
     budget: str = "auto"
     predictor: str = "auto"
-    eviction: str = "lru"
+    eviction: str = "frequency"
     window: int = 0
     prefetch: str = "auto"
     kv_dtype: str = "f16"
