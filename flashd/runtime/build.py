@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashd import kernels
@@ -10,17 +11,14 @@ from flashd.config import DaemonConfig
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.manifest import TOKENIZER, Manifest
 from flashd.models.decoder import Decoder
-from flashd.models.layers import as_f32
-from flashd.prefetch.resident import ResidentFFN
-from flashd.prefetch.stream import StreamingFFN
 from flashd.runtime.background import in_thread
 from flashd.runtime.costs import CostClock
 from flashd.runtime.engine import Engine
+from flashd.runtime.ffn import BuiltFFN, build_ffn
 from flashd.runtime.tokenizer import Tokenizer
-from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.store.open import load_resident, open_manifest, open_store
-from flashd.types import F32Array, WeightArray
+from flashd.types import FFNSource, WeightArray
 
 log = logging.getLogger("flashd.build")
 
@@ -32,7 +30,7 @@ class Runtime:
     manifest: Manifest
     store: MeteredStore
     lane: ComputeLane
-    ffn: StreamingFFN | ResidentFFN
+    ffn: BuiltFFN
     engine: Engine
     tokenizer: Tokenizer | None
     resident_bytes: int
@@ -44,14 +42,36 @@ class Runtime:
         self.lane.close()
 
 
+@dataclass
+class Opened:
+    """What a model is made of, before anything is built from it.
+
+    Attributes:
+        manifest: of the bundle.
+        weights: resident tensors by name.
+        tokenizer: None for a model without.
+        store: where the FFN's rows are.
+    """
+
+    manifest: Manifest
+    weights: dict[str, WeightArray]
+    tokenizer: Tokenizer | None
+    store: MeteredStore
+
+
 async def build(config: DaemonConfig) -> Runtime:
     """Open a bundle and load what stays in RAM.
 
     Raises:
         BundleError: the directory is no bundle, is incomplete or damaged.
+        ConfigError: the budget is too small.
         TokenizerError: its tokenizer or chat template is unusable.
     """
-    kernels.set_threads(_threads(config.threads))
+    return await assemble(config, await open_bundle(config))
+
+
+async def open_bundle(config: DaemonConfig) -> Opened:
+    """Open a bundle's rows, and load its resident weights and tokenizer; errors as ``build``."""
     directory = config.model_dir
     manifest = await in_thread(open_manifest, directory)
     weights = await in_thread(load_resident, directory, manifest)
@@ -59,27 +79,47 @@ async def build(config: DaemonConfig) -> Runtime:
     if manifest.tokenizer is not None and any(f.name == TOKENIZER for f in manifest.files):
         tokenizer = await in_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
     store = await open_store(directory, manifest, config.backend, verify=config.verify)
+    return Opened(manifest, weights, tokenizer, store)
+
+
+async def assemble(
+    config: DaemonConfig, opened: Opened, around: Callable[[BuiltFFN], FFNSource] | None = None
+) -> Runtime:
+    """Wire a model that is open.
+
+    Args:
+        config: all settings.
+        opened: its parts; the store is closed with the runtime, and if this fails.
+        around: what the decoder shall use in the place of the FFN's source, made from it.
+
+    Raises:
+        BundleError, ConfigError: as ``build``.
+    """
+    kernels.set_threads(_threads(config.threads))
+    manifest, weights, tokenizer, store = opened.manifest, opened.weights, opened.tokenizer, opened.store
     lane = ComputeLane()
     spec = manifest.model
-    ffn = _ffn(store, lane, manifest, weights)
-    decoder = Decoder(spec, weights, ffn, lane)
+    try:
+        ffn = await build_ffn(config, manifest, weights, store, lane)
+    except BaseException:
+        await store.close()
+        lane.close()
+        raise
+    decoder = Decoder(spec, weights, ffn.source if around is None else around(ffn), lane)
     engine = Engine(
         decoder,
         tokenizer,
         manifest.tokenizer.eos_ids if manifest.tokenizer else (),
         lane,
-        CostClock(store.stats, ffn.stats, lane.stats),
+        CostClock(store.stats, ffn.source.stats, lane.stats),
         max_sessions=config.max_sessions,
         max_queue=config.max_queue,
         kv_dtype=config.kv_dtype,
     )
-    if store.reason:
-        buffers = getattr(ffn, "why_unregistered", "") or "registered with the kernel"
-        log.info("reads through %s: %s; stream buffers: %s", store.name, store.reason, buffers)
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     log.info(
         "loaded %s: %d layers, %s, resident %.1f MB, FFN %.1f MB through %s",
-        directory.name,
+        config.model_dir.name,
         spec.n_layers,
         manifest.dtype,
         resident_bytes / 1e6,
@@ -106,18 +146,3 @@ def _threads(wanted: int) -> int:
     if wanted > usable:
         log.warning("%d kernel threads are too many for %d usable CPUs: taking %d", wanted, usable, usable)
     return min(wanted or usable, usable, kernels.MAX_THREADS)
-
-
-def _ffn(
-    store: MeteredStore, lane: ComputeLane, manifest: Manifest, weights: dict[str, WeightArray]
-) -> StreamingFFN | ResidentFFN:
-    spec, cut = manifest.model, manifest.thresholds
-    up, gate = _biases(weights, spec.n_layers, "up"), _biases(weights, spec.n_layers, "gate")
-    if isinstance(store.inner, InMemoryStore):
-        return ResidentFFN(store.inner, lane, spec.activation, up, gate, cut)
-    return StreamingFFN(store, lane, spec.activation, up, gate, thresholds=cut)
-
-
-def _biases(weights: dict[str, WeightArray], n_layers: int, part: str) -> list[F32Array | None]:
-    names = [f"layers.{i}.ffn.{part}.bias" for i in range(n_layers)]
-    return [as_f32(weights[name]) if name in weights else None for name in names]
