@@ -87,8 +87,8 @@ def _lines(report: CalibrateReport) -> Iterator[str]:
     yield ""
     yield f"{perplexity_text(report)}."
     yield ""
-    yield f"{calibration.tokens} tokens, predictor {calibration.predictor}. The figures are of the last part"
-    yield "of the texts, which neither trained a predictor nor chose a threshold."
+    yield f"{calibration.tokens} tokens, predictor {calibration.predictor}. The figures are of parts of"
+    yield "the texts that neither trained a predictor nor chose a threshold."
     yield ""
     yield from _table(("fact", "value"), sorted(calibration.provenance.items()))
     yield from _table(LAYER_COLUMNS, layer_rows(report))
