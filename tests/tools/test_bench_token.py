@@ -224,7 +224,7 @@ SAMPLE = Sample(
     ms_per_token=10.0, flash_wait_ms=4.0, flash_busy_ms=5.0, memory_ms=1.0, compute_ms=4.0, overhead_ms=1.0,
     bytes_per_token=1e7, counted=True, engine_bytes_per_token=1e7, reads_per_token=9.0,
     needed_bytes_per_token=5e6, requested=100.0, hits=75.0, free_ms=8.0, linked_ms=10.0, peak_bytes=1 << 30,
-    base_bytes=1 << 20, kv_bytes=0, budget_bytes=1 << 30, prefill_s=1.0,
+    footprint_bytes=1 << 30, kv_bytes=0, budget_bytes=1 << 30, prefill_s=1.0,
 )  # fmt: skip
 
 

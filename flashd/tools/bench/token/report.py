@@ -27,6 +27,8 @@ class TokenRow:
         gb_read_per_token: from devices.
         gb_per_s: while the flash was busy.
         ram_gb: the most resident memory of the process, all of it.
+        footprint_gb: the most of its own memory, less interpreter, libraries and KV cache: what the budget
+            is for, and scratch.
         hit_ratio: requested rows that were in RAM or on their way; None without masks.
         overlap: time per token over that of the free run: the same reads and kernels, concurrent and
             without dependencies; None if it was not made.
@@ -51,6 +53,7 @@ class TokenRow:
     gb_read_per_token: float
     gb_per_s: float
     ram_gb: float
+    footprint_gb: float
     hit_ratio: float | None
     overlap: float | None
     free_run_ms: float | None
@@ -125,7 +128,7 @@ def _row(
     budget_bytes: int,
 ) -> TokenRow:
     busy_ms = sample.flash_busy_ms
-    footprint = max(one.peak_bytes - one.base_bytes - one.kv_bytes for one in rounds)
+    footprint = max(one.footprint_bytes - one.kv_bytes for one in rounds)
     overlap = sample.linked_ms / sample.free_ms if sample.free_ms else None
     needed = sample.needed_bytes_per_token
     return TokenRow(
@@ -139,6 +142,7 @@ def _row(
         gb_read_per_token=sample.bytes_per_token / 1e9,
         gb_per_s=sample.bytes_per_token / 1e6 / busy_ms if busy_ms else 0.0,
         ram_gb=max(one.peak_bytes for one in rounds) / 1e9,
+        footprint_gb=footprint / 1e9,
         hit_ratio=sample.hits / sample.requested if sample.requested else None,
         overlap=overlap,
         free_run_ms=sample.free_ms or None,

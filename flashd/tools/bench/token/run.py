@@ -182,7 +182,7 @@ def _notes(samples: dict[str, list[Sample]], rows: list[TokenRow]) -> list[str]:
         notes.append("bytes are the engines' own count: the kernel counts no reads of this file system")
     for row in rows:
         if not row.within_budget:
-            notes.append(f"{row.mode} took more memory than the budget: a peak of {row.ram_gb:.2f} GB")
+            notes.append(f"{row.mode} took more memory than the budget: {row.footprint_gb:.2f} GB")
     return list(dict.fromkeys(notes))
 
 
