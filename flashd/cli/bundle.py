@@ -21,8 +21,6 @@ from flashd.cli.render import (
     table,
 )
 from flashd.errors import ConfigError
-from flashd.layout.manifest import TOKENIZER
-from flashd.types import DTYPES
 
 if TYPE_CHECKING:
     from flashd.tools.inspect import InspectReport
@@ -40,8 +38,10 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Make a bundle from a model. Interrupted conversions go on where they stopped."""
+    from flashd.layout.manifest import TOKENIZER
     from flashd.tools.convert import ConvertOptions
     from flashd.tools.convert import convert as run
+    from flashd.types import DTYPES
 
     for name, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("store", store, ("file", "zarr"))):
         if value not in known:
@@ -79,6 +79,8 @@ def inspect(
 
 def inspect_rows(report: InspectReport) -> list[tuple[str, str]]:
     """What ``inspect`` found, as a table for people."""
+    from flashd.tools.calibrated import calibration_text
+
     rows = [
         ("model", f"{report.family}, {report.parameters / 1e6:,.1f} M parameters, {report.dtype}"),
         (
@@ -105,7 +107,7 @@ def inspect_rows(report: InspectReport) -> list[tuple[str, str]]:
     ]
     rows.append(("beside the weights", "KV cache, some 100 MiB for the daemon and its scratch"))
     rows += [
-        ("calibrated", _yes(report.calibrated)),
+        ("calibrated", calibration_text(report.calibration, report.calibration_problem, report.n_layers)),
         ("tokenizer", _yes(report.tokenizer)),
         ("chat template", _yes(report.chat_template)),
     ]
