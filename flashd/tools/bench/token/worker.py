@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -43,6 +44,7 @@ class _Moment:
 
 def main() -> None:
     """Run the task given as JSON; print its ``Sample`` as JSON, or ``{"error": ...}``."""
+    logging.disable(logging.WARNING)  # once would do, and the parent says it
     task = Task(**json.loads(sys.argv[1]))
     try:
         if task.group:
