@@ -156,7 +156,8 @@ async def _row(
         count = len(trace.wall)
         if count == 1:
             kv_bytes = await _touch(runtime, session)
-        if count >= tenth and count % max(1, tenth // _SAMPLES_PER_TENTH) == 0:
+        # With its last token the answer has given its KV cache back.
+        if tenth <= count < tokens and count % max(1, tenth // _SAMPLES_PER_TENTH) == 0:
             trace.footprint.append((count, footprint_bytes() - kv_bytes))
         progress(name, count, tokens)
     return _summary(name, trace, tenth, kv_bytes)
