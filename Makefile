@@ -10,6 +10,8 @@ VENV ?= .venv
 TORCH_INDEX ?=
 # Extra arguments for pytest: make test PYTEST_ARGS="-k client"
 PYTEST_ARGS ?=
+# Tests that run at a time; 0 is one by one in a single process. Each takes some 1.5 GB for its copy of torch.
+TEST_WORKERS ?= 2
 
 # make asan: what to look for, and where.
 SANITIZE ?= address,undefined
@@ -107,7 +109,7 @@ stop: ## Stop the daemon on the default socket, if one runs
 	@[ ! -x $(BIN)/flashd ] || [ "$$($(BIN)/flashd ps --json)" = "[]" ] || $(BIN)/flashd stop
 
 test: lint $(GGUF) ## Install with tests, lint, type-check and run the whole suite
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(TEST_WORKERS) --dist loadgroup --no-loadscope-reorder $(PYTEST_ARGS)
 
 asan: $(INSTALLED_TEST) ## Run the native modules' tests under AddressSanitizer and UBSan (slow)
 	@echo "building the native modules with $(SANITIZE)"

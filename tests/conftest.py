@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Tests that run side by side: torch's threads would wait for CPUs in busy loops. flashd has its own.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from support import SMOLLM2_GGUF, Daemon, hf_model, serving
 
 from flashd.tools.convert import ConvertOptions, convert
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Which tests share a process where several run them: those of a file, as they share its fixtures,
+    and all that load the demo model into ``transformers``. Files with slow tests go first, so that none
+    of them is left for the end."""
+    group = {}
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        name = "transformers" if "hf_smollm2" in fixtures else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(name))
+        group[item] = name
+    slow = {group[item] for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: group[item] not in slow)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,12 @@ def hf_model(kind: str, seed: int = 0) -> Any:
 
 
 def greedy(model: Any, prompt: list[int], n_new: int) -> list[int]:
-    """Greedy continuation by ``transformers``, without a cache, not stopping at end-of-sequence."""
+    """Greedy continuation by ``transformers``, without a KV cache, not stopping at end-of-sequence."""
+    return _greedy(model, tuple(prompt), n_new)
+
+
+@cache
+def _greedy(model: Any, prompt: tuple[int, ...], n_new: int) -> list[int]:
     import torch
 
     ids = list(prompt)

@@ -21,8 +21,6 @@ from flashd.cli.render import (
     table,
 )
 from flashd.errors import ConfigError
-from flashd.layout.manifest import TOKENIZER
-from flashd.types import DTYPES
 
 if TYPE_CHECKING:
     from flashd.tools.inspect import InspectReport
@@ -40,8 +38,10 @@ def convert(
     as_json: JsonOption = False,
 ) -> None:
     """Make a bundle from a model. Interrupted conversions go on where they stopped."""
+    from flashd.layout.manifest import TOKENIZER
     from flashd.tools.convert import ConvertOptions
     from flashd.tools.convert import convert as run
+    from flashd.types import DTYPES
 
     for name, value, known in (("dtype", dtype, ("auto", *DTYPES)), ("store", store, ("file", "zarr"))):
         if value not in known:

@@ -46,5 +46,7 @@ class Fake(Core):
         einval_first: int,
         latency_us: int,
         reorder: bool,
+        fixed_latency_ns: int,
+        bytes_per_s: float,
     ) -> None: ...
     def max_in_flight(self) -> int: ...

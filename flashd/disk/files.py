@@ -23,7 +23,7 @@ class FileTable:
         paths: the files.
         flags: for ``open``, beside read-only.
         moved: told ``(index, fd)`` when a file is opened, and ``(index, -1)`` before it is closed.
-        max_open: descriptors to keep; exceeded only by one batch that needs more files at once. By
+        max_open: descriptors to keep; exceeded only while reads that have begun need more files at once. By
             default ``MAX_OPEN_FILES``, or half of what the process may have, if that is less.
 
     Raises:
@@ -80,6 +80,10 @@ class FileTable:
         """The reads that needed ``files`` have ended."""
         for index in files:
             self._holders[index] -= 1
+        if len(self._fds) > self._max_open:
+            idle = [index for index in self._fds if not self._holders.get(index)]
+            for index in idle[: len(self._fds) - self._max_open]:
+                os.close(self._forget(index))
 
     async def _open(self, wanted: list[int]) -> None:
         async with self._opening:

@@ -55,7 +55,8 @@ async def test_opening_cancelling_and_closing_leaks_nothing(tmp_path: Path, back
         await once(seed)
     gc.collect()
     assert process.num_fds() <= fds
-    assert process.num_threads() <= threads
+    # asyncio's pool of helpers grows up to a limit, now and then by one; 200 leaked ones would be more.
+    assert process.num_threads() <= threads + 20
     # 200 leaked batches would be 1000 MB.
     assert process.memory_info().rss - rss < 100 << 20
 

@@ -19,7 +19,7 @@ CHATS = (
     ],
     [{"role": "user", "content": "Write a haiku about flash memory, naïve café 日本."}],
 )
-N_NEW = 48
+N_NEW = 32
 
 
 @pytest.mark.slow

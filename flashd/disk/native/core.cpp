@@ -97,6 +97,7 @@ uint64_t Core::submit(std::unique_ptr<Batch> batch) {
     {
         std::lock_guard<std::mutex> lock(mutex_);
         raw->id = next_id_++;
+        raw->submitted = std::chrono::steady_clock::now();
         queue_[raw->prefetch].push_back(raw);
         batches_.emplace(raw->id, std::move(batch));
         id = raw->id;

@@ -11,6 +11,7 @@
 #include <signal.h>
 #include <sys/uio.h>
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -43,6 +44,7 @@ struct Batch {
     const uint8_t* in_place = nullptr;  // else through scratch
     uint8_t* dest = nullptr;
     nb::object owners;
+    std::chrono::steady_clock::time_point submitted;
 
     int64_t next = 0;         // first piece that was not taken yet
     int64_t outstanding = 0;  // taken, not finished

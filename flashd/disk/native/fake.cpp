@@ -1,5 +1,7 @@
 #include "fake.hpp"
 
+#include <sys/prctl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -8,16 +10,18 @@
 namespace flashd::disk {
 
 Fake::Fake(int64_t alignment, const uint8_t* content, int64_t size, nb::object owner, int64_t scratch_bytes,
-           int depth, const Faults& faults)
+           int depth, const Faults& faults, const Pace& pace)
     : Core(alignment, 1, scratch_bytes, std::min(depth, 32), depth),
       content_(content),
       size_(size),
       owner_(std::move(owner)),
       depth_(depth),
       faults_(faults),
-      random_(faults.seed) {
+      pace_(pace),
+      random_(faults.seed),
+      free_since_(static_cast<size_t>(depth)) {
     const QuietStart quiet;
-    thread_ = std::thread([this] { run(); });
+    thread_ = std::thread([this] { pace_.bytes_per_s > 0 ? run_in_time() : run(); });
 }
 
 Fake::~Fake() { close(); }
@@ -70,6 +74,56 @@ void Fake::run() {
         lock.lock();
         complete(op, result);
     }
+}
+
+// Times are computed, not measured: a thread that wakes up late ends a read late, but no later read starts
+// late for it. Between reads it sleeps.
+void Fake::run_in_time() {
+    name_thread("flashd-fake");
+    prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);  // else every sleep is 50 us too long
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+        start_in_time();
+        max_in_flight_ = std::max(max_in_flight_, static_cast<int>(timed_.size()));
+        if (timed_.empty()) {
+            if (closing_ && !waiting()) return;
+            work_.wait(lock);
+        } else if (timed_.front().end > std::chrono::steady_clock::now()) {
+            work_.wait_until(lock, timed_.front().end);
+        } else {
+            end_in_time(lock);
+        }
+    }
+}
+
+// Takes what the queue has room for.
+void Fake::start_in_time() {
+    while (!free_since_.empty()) {
+        Op* op = take();
+        if (!op) return;
+        if (!fill_iov(op)) {
+            complete(op, -ENOMEM);
+            continue;
+        }
+        const Time begin = std::max(op->batch->submitted, free_since_.front());
+        free_since_.pop_front();
+        const double transfer_ns = 1e9 * static_cast<double>(op->length - op->resume) / pace_.bytes_per_s;
+        last_byte_ = std::max(begin + std::chrono::nanoseconds(pace_.latency_ns), last_byte_) +
+                     std::chrono::nanoseconds(static_cast<int64_t>(transfer_ns));
+        timed_.push_back({op, last_byte_});
+    }
+}
+
+// Ends the read whose time has come.
+void Fake::end_in_time(std::unique_lock<std::mutex>& lock) {
+    const Timed read = timed_.front();
+    timed_.pop_front();
+    free_since_.push_back(read.end);
+    lock.unlock();
+    const int64_t result = serve(*read.op);
+    deliver(*read.op, result);
+    lock.lock();
+    complete(read.op, result);
 }
 
 // What a file with O_DIRECT would answer.

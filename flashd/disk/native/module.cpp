@@ -130,12 +130,15 @@ NB_MODULE(_native, module) {
         .def(
             "__init__",
             [](Fake* self, int64_t alignment, ConstBytes content, int64_t scratch_bytes, int depth, uint64_t seed,
-               double short_share, double eio_share, int einval_first, int64_t latency_us, bool reorder) {
+               double short_share, double eio_share, int einval_first, int64_t latency_us, bool reorder,
+               int64_t fixed_latency_ns, double bytes_per_s) {
                 new (self) Fake(alignment, content.data(), static_cast<int64_t>(content.shape(0)),
                                 nb::cast(content), scratch_bytes, depth,
-                                Faults{seed, short_share, eio_share, einval_first, latency_us, reorder});
+                                Faults{seed, short_share, eio_share, einval_first, latency_us, reorder},
+                                Pace{fixed_latency_ns, bytes_per_s});
             },
             arg("alignment"), arg("content"), arg("scratch_bytes"), arg("depth"), arg("seed"), arg("short_share"),
-            arg("eio_share"), arg("einval_first"), arg("latency_us"), arg("reorder"))
+            arg("eio_share"), arg("einval_first"), arg("latency_us"), arg("reorder"),
+            arg("fixed_latency_ns"), arg("bytes_per_s"))
         .def("max_in_flight", &Fake::max_in_flight);
 }
