@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from flashd.disk.buffers import aligned_empty
 from flashd.disk.curve import CurvePoint, DeviceCurve
 from flashd.errors import DiskReadError
 from flashd.kernels.lane import ComputeLane
+from flashd.layout.manifest import BUNDLE
 from flashd.memory.eviction import make_policy
 from flashd.memory.pool import RowPool
 from flashd.memory.window import Window
@@ -23,10 +25,12 @@ from flashd.prefetch.dense import DenseFFN, SliceWeights
 from flashd.prefetch.prompt import WARM_TOKENS, PromptFFN, ReadCosts, cheaper_in_part
 from flashd.prefetch.sparse import SparseFFN
 from flashd.prefetch.stream import StreamingFFN
-from flashd.store.base import WrappedStore
+from flashd.store.base import WeightStore, WrappedStore
+from flashd.store.bundle_file import BundleFileStore
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.open import open_store
 from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
+from flashd.testing.fake_engine import FakeDevice, FakeEngine
 from flashd.types import BoolArray, F32Array, FFNGeometry, I64Array, U8Array
 
 SPEC = tiny_spec("llama", d_model=96, d_ffn=1003, n_layers=3)
@@ -61,7 +65,7 @@ class _Random(Predictor):
 class _Flaky(WrappedStore):
     """Counts reads, delays them, and lets some fail."""
 
-    def __init__(self, inner: InMemoryStore | WrappedStore) -> None:
+    def __init__(self, inner: WeightStore) -> None:
         super().__init__(inner)
         self.rng = np.random.default_rng(0)
         self.fails = 0.0
@@ -136,11 +140,16 @@ async def opened(
     policy: str = "lru",
     share: float = 0.02,
     from_disk: bool = False,
+    device: FakeDevice | None = None,
 ) -> AsyncIterator[Setup]:
     geometry = made.manifest.ffn
-    rows = (
-        await open_store(made.directory, made.manifest) if from_disk else InMemoryStore(geometry, made.rows)
-    )
+    rows: WeightStore = InMemoryStore(geometry, made.rows)
+    if from_disk:
+        rows = await open_store(made.directory, made.manifest)
+    if device is not None:
+        file = np.fromfile(made.directory / BUNDLE, np.uint8)
+        engine = FakeEngine(file, depth=64, device=device)
+        rows = BundleFileStore(engine, geometry, made.manifest.layer_offset_bytes)
     store = _Flaky(rows)
     lane = ComputeLane()
     predictor = _Random(share)
@@ -325,6 +334,35 @@ async def test_from_flash(made: MadeBundle, inputs: list[F32Array], expected: Ex
         for x, wanted in zip(inputs, expected[0.02], strict=True):
             for layer in range(LAYERS):
                 np.testing.assert_array_equal(await setup.run(layer, x), wanted[layer])
+
+
+def bytes_read(store: WeightStore) -> int:
+    assert store.read_stats is not None
+    return store.read_stats.bytes_read
+
+
+@pytest.mark.parametrize(("share", "in_part"), [(0.3, False), (0.01, True)])
+async def test_a_slow_device_is_kept_busy(
+    made: MadeBundle, inputs: list[F32Array], share: float, in_part: bool
+) -> None:
+    """A chunk costs about one pass over the bytes that it needs."""
+    speed = 8e6
+    sizes = np.array([1024, 1 << 17], np.float64)
+    price = ReadCosts(sizes, sizes / speed + 20e-6)
+    async with opened(made, 0, price, share=share, device=FakeDevice(500, speed)) as setup:
+        best_s = np.inf
+        for _ in range(12):  # nobody else's work makes it faster
+            before = bytes_read(setup.store)
+            begun_s = time.perf_counter()
+            for layer in range(LAYERS):
+                await setup.run(layer, inputs[0])
+            took_s = time.perf_counter() - begun_s
+            needed_s = (bytes_read(setup.store) - before) / speed
+            best_s = min(best_s, took_s / needed_s)
+            if best_s < 1.25:
+                break
+        assert best_s < 1.25
+        assert needed_s * speed < made.rows.nbytes * (0.4 if in_part else 1.01)
 
 
 def test_what_is_cheaper() -> None:
