@@ -45,7 +45,8 @@ BIASES = [np.random.default_rng(7).standard_normal(NEURONS, np.float32) for _ in
 class _Random(Predictor):
     """Requests neurons by a random projection: a mask of the input alone."""
 
-    def __init__(self, share: float) -> None:
+    def __init__(self, share: float, dense: tuple[int, ...] = ()) -> None:
+        self.dense = dense
         self.name, self.n_layers, self.n_neurons, self.nbytes = "random", LAYERS, NEURONS, 0
         rng = np.random.default_rng(3)
         self._codes = rng.standard_normal((LAYERS, NEURONS, SPEC.d_model), np.float32)
@@ -53,7 +54,7 @@ class _Random(Predictor):
         self._level = np.float32(np.quantile(rng.standard_normal(10000), 1 - share))
 
     def masked(self, layer: int) -> bool:
-        return True
+        return layer not in self.dense
 
     def predict(self, layer: int, x: F32Array) -> tuple[I64Array, BoolArray]:
         # One product a token: the mask of a token must not depend on the batch.
@@ -117,7 +118,7 @@ class Setup:
 
     async def run(self, layer: int, x: F32Array) -> F32Array:
         """Through the decoder's way to a layer with a mask; a prompt's chunk if ``x`` is one."""
-        return await ffn(self.decode, layer, x)
+        return await ffn(self.decode if self.predictor.masked(layer) else self.stream, layer, x)
 
     def check(self) -> None:
         self.window.check_integrity()
@@ -141,6 +142,7 @@ async def opened(
     share: float = 0.02,
     from_disk: bool = False,
     device: FakeDevice | None = None,
+    dense: tuple[int, ...] = (),
 ) -> AsyncIterator[Setup]:
     geometry = made.manifest.ffn
     rows: WeightStore = InMemoryStore(geometry, made.rows)
@@ -152,14 +154,14 @@ async def opened(
         rows = BundleFileStore(engine, geometry, made.manifest.layer_offset_bytes)
     store = _Flaky(rows)
     lane = ComputeLane()
-    predictor = _Random(share)
+    predictor = _Random(share, dense)
     matrix = aligned_empty((LAYERS * capacity + 64) * geometry.stride_bytes).reshape(
         -1, geometry.stride_bytes
     )
     pool = RowPool(matrix, len(matrix), up_bias=True, gate_bias=True)
     rule = make_policy(policy, LAYERS, NEURONS, 3, None)
     window = Window(pool, LAYERS, NEURONS, [capacity] * LAYERS, rule, BIASES, BIASES)
-    stream = StreamingFFN(store, lane, "silu", BIASES, BIASES, thresholds=THRESHOLDS, layers=(), **RING)
+    stream = StreamingFFN(store, lane, "silu", BIASES, BIASES, thresholds=THRESHOLDS, layers=dense, **RING)
     prompt = PromptFFN(stream, lane, predictor, window, DenseFFN(geometry, "silu"), geometry, price)
     decode = SparseFFN(store, lane, predictor, window, "silu", prompt, thresholds=THRESHOLDS, prefetch="off")
     yield Setup(store, lane, predictor, window, stream, prompt, decode)
@@ -294,6 +296,24 @@ async def test_layers_that_stream_are_read_ahead(made: MadeBundle, inputs: list[
         await setup.run(1, inputs[1])
         assert set(setup.store.ranges[before:]) <= {2}
         assert {layer for layer, _ in setup.store.rows} == {1}
+
+
+@pytest.mark.parametrize("dense", [0, 1, 2])
+@pytest.mark.parametrize("price", [WHOLE, IN_PART])
+async def test_nothing_is_read_ahead_in_vain(
+    made: MadeBundle, inputs: list[F32Array], price: ReadCosts, dense: int
+) -> None:
+    """A layer without a mask is read once in each pass, wherever it stands among those that have one."""
+    async with opened(made, 30, price, dense=(dense,)) as setup:
+        for _ in range(3):
+            for layer in range(LAYERS):
+                await setup.run(layer, inputs[1])
+                await asyncio.sleep(0)
+        ahead = sum(piece.layer == dense for piece in setup.stream._ring)
+        assert ahead == (4 if dense == 0 else 0)
+        assert setup.store.ranges.count(dense) == 3 * 8 + ahead
+        masked = 3 * 8 if price is WHOLE else 0
+        assert [setup.store.ranges.count(i) for i in range(LAYERS) if i != dense] == [masked] * 2
 
 
 async def test_failed_reads_and_cancelling_leave_all_usable(
