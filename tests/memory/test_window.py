@@ -92,11 +92,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, MOST_ROWS), layer=layers)
     def steal(self, n: int, layer: int) -> None:
-        used, settled = self.window.used[layer], self.settled()
+        others = sum(1 for owner, _ in self.settled() if owner != layer)
+        before = self.window.pool.n_free
         self.window.steal(n, layer)
-        assert self.window.used[layer] == used
-        others = sum(1 for owner, _ in settled if owner != layer)
-        assert self.window.pool.n_free >= min(n, self.window.pool.n_free + others) - others
+        assert self.window.pool.n_free >= min(n, before + others)
 
     @rule(layer=layers, ids=ids_of_a_layer, n=st.integers(0, NEURONS))
     def release(self, layer: int, ids: I64Array, n: int) -> None:
