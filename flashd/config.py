@@ -8,6 +8,7 @@ Order of precedence: flag, ``FLASHD_*`` environment variable, TOML file, default
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -19,11 +20,15 @@ from flashd.errors import ConfigError
 
 BACKENDS = ("auto", "uring", "threads", "buffered", "memory")
 VERIFY = ("auto", "reads")
+PREDICTORS = ("auto", "none", "oracle")
+EVICTION = ("lru", "window", "frequency")
+PREFETCH = ("auto", "on", "off")
 KV_DTYPES = ("f16", "f32")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BATCH = 16  # the kernels' limit: one step reads each weight once for so many sequences
 MAX_THREADS = 256  # of the kernels
 ENV_PREFIX = "FLASHD_"
+_BUDGET = re.compile(r"auto|\d+(\.\d+)? *(%|[kmgt]?i?b?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,13 @@ class DaemonConfig:
         backend: how the FFN rows are read: ``auto``, ``uring``, ``threads``, ``buffered`` or ``memory``.
         verify: which FFN rows are compared with their checksums when they are read: ``auto`` (each
             the first time, later as many as take 2 % of the time) or ``reads`` (every time).
+        budget: memory for weights, predictors, the window and stream buffers: ``auto`` (what is available
+            now, less a tenth), a size such as ``4GiB``, or a share of all weights such as ``55%``.
+        predictor: which neurons are computed: ``auto`` (what the bundle was calibrated with, if it was),
+            ``none`` (all) or ``oracle`` (the true ones, with all rows in RAM beside the budget: for tests).
+        eviction: which neurons leave RAM first: ``lru``, ``window`` or ``frequency``.
+        window: steps whose neurons stay in RAM; 0: as many as the budget holds.
+        prefetch: whether rows are read ahead on a guess: ``auto`` (as long as it pays), ``on`` or ``off``.
         kv_dtype: element type of the KV cache.
         max_sessions: sequences decoded together (1..16).
         max_queue: requests that may wait; more are answered 429.
@@ -50,6 +62,11 @@ class DaemonConfig:
     name: str = ""
     backend: str = "auto"
     verify: str = "auto"
+    budget: str = "auto"
+    predictor: str = "auto"
+    eviction: str = "lru"
+    window: int = 0
+    prefetch: str = "auto"
     kv_dtype: str = "f16"
     max_sessions: int = 4
     max_queue: int = 64
@@ -60,9 +77,17 @@ class DaemonConfig:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("verify", self.verify, VERIFY)
+        _one_of("predictor", self.predictor, PREDICTORS)
+        _one_of("eviction", self.eviction, EVICTION)
+        _one_of("prefetch", self.prefetch, PREFETCH)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _between("max_sessions", self.max_sessions, 1, MAX_BATCH)
+        _between("window", self.window, 0, 1 << 20)
+        if not _BUDGET.fullmatch(self.budget.strip()):
+            raise ConfigError(
+                f"budget is {self.budget!r}, expected auto, a size such as 4GiB, or a share such as 55%"
+            )
         _between("max_queue", self.max_queue, 0, 100_000)
         _between("threads", self.threads, 0, 1024)
         _between("drain_ms", self.drain_ms, 0, 3_600_000)

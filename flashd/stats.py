@@ -114,6 +114,39 @@ class StreamStats:
 
 
 @dataclass
+class SparseStats:
+    """What the sparse FFN saw while decoding. A row is a neuron of a layer, at one step for all sequences.
+
+    Attributes:
+        passes: steps.
+        requested: rows that predictors asked for.
+        resident: of these, rows that were in RAM or on their way when they were asked for.
+        demand: rows read because they were not there.
+        prefetched: rows read ahead on a guess.
+        prefetched_used: of these, rows that were asked for later.
+        fired: rows whose activation was not zero.
+        evicted: rows that gave up their place.
+        extra_rounds: times that a layer did not fit into RAM at once.
+        failed_reads: batches of rows that could not be read.
+        window_rows: rows in RAM now.
+        prefetch_layers: layers that are read ahead now.
+    """
+
+    passes: int = 0
+    requested: int = 0
+    resident: int = 0
+    demand: int = 0
+    prefetched: int = 0
+    prefetched_used: int = 0
+    fired: int = 0
+    evicted: int = 0
+    extra_rounds: int = 0
+    failed_reads: int = 0
+    window_rows: int = 0
+    prefetch_layers: int = 0
+
+
+@dataclass
 class LaneStats:
     """Time the compute lane spent in kernels and in moving rows about (window and KV upkeep)."""
 

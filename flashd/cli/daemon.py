@@ -17,7 +17,18 @@ import psutil
 import typer
 
 from flashd.cli.render import human_bytes, human_duration, note, print_json, table
-from flashd.config import BACKENDS, KV_DTYPES, LOG_LEVELS, VERIFY, DaemonConfig, default_socket, resolve
+from flashd.config import (
+    BACKENDS,
+    EVICTION,
+    KV_DTYPES,
+    LOG_LEVELS,
+    PREDICTORS,
+    PREFETCH,
+    VERIFY,
+    DaemonConfig,
+    default_socket,
+    resolve,
+)
 from flashd.errors import DaemonError, FlashdError
 from flashd.server.registry import log_file, open_log
 
@@ -41,6 +52,55 @@ def _about(key: str, text: str) -> str:
     return f"{text} [default: {default}; env: FLASHD_{key.upper()}]"
 
 
+BackendOption = Annotated[
+    str | None, typer.Option(help=_about("backend", f"How FFN rows are read: {', '.join(BACKENDS)}"))
+]
+VerifyOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about(
+            "verify",
+            f"FFN rows checked when read: {', '.join(VERIFY)} "
+            "(auto: the first time, later as many as take 2 % of the time; reads: every time)",
+        )
+    ),
+]
+BudgetOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about(
+            "budget",
+            "Memory for weights, predictors, window and stream buffers: auto (what is available now, "
+            "less a tenth), a size (4GiB) or a share of all weights (55%)",
+        )
+    ),
+]
+PredictorOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about(
+            "predictor",
+            f"Neurons to compute: {', '.join(PREDICTORS)} (auto: what the bundle was calibrated with; "
+            "none: all)",
+        )
+    ),
+]
+EvictionOption = Annotated[
+    str | None,
+    typer.Option(help=_about("eviction", f"Neurons that leave RAM first: {', '.join(EVICTION)}")),
+]
+WindowOption = Annotated[
+    int | None,
+    typer.Option(help=_about("window", "Steps whose neurons stay in RAM; 0 is what the budget holds")),
+]
+PrefetchOption = Annotated[
+    str | None,
+    typer.Option(
+        help=_about("prefetch", f"Reading ahead on a guess: {', '.join(PREFETCH)} (auto: while it pays)")
+    ),
+]
+
+
 def start(
     model: Annotated[
         Path | None,
@@ -54,19 +114,13 @@ def start(
         str | None,
         typer.Option(help="Model id in the API [default: the directory's name; env: FLASHD_NAME]."),
     ] = None,
-    backend: Annotated[
-        str | None, typer.Option(help=_about("backend", f"How FFN rows are read: {', '.join(BACKENDS)}"))
-    ] = None,
-    verify: Annotated[
-        str | None,
-        typer.Option(
-            help=_about(
-                "verify",
-                f"FFN rows checked when read: {', '.join(VERIFY)} "
-                "(auto: the first time, later as many as take 2 % of the time; reads: every time)",
-            )
-        ),
-    ] = None,
+    backend: BackendOption = None,
+    verify: VerifyOption = None,
+    budget: BudgetOption = None,
+    predictor: PredictorOption = None,
+    eviction: EvictionOption = None,
+    window: WindowOption = None,
+    prefetch: PrefetchOption = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help=_about("kv_dtype", f"KV cache: {', '.join(KV_DTYPES)}"))
     ] = None,
@@ -93,6 +147,11 @@ def start(
         "name": name,
         "backend": backend,
         "verify": verify,
+        "budget": budget,
+        "predictor": predictor,
+        "eviction": eviction,
+        "window": window,
+        "prefetch": prefetch,
         "kv_dtype": kv_dtype,
         "max_sessions": max_sessions,
         "max_queue": max_queue,

@@ -8,17 +8,29 @@ where nobody looks. So memory is registered slab by slab, and a slab is unregist
 from __future__ import annotations
 
 import mmap
+from typing import Protocol
 
 import numpy as np
 
 from flashd.disk.buffers import HUGE_PAGE_BYTES, want_huge_pages
-from flashd.disk.engine import ReadEngine
 from flashd.errors import DiskReadError
 from flashd.types import U8Array
 
 SLAB_BYTES = 4 << 20
 # Reserved address space shall not count against an overcommit limit. Python names the flag from 3.12 on.
 _MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+
+
+class Registry(Protocol):
+    """What pins memory for reads: a read engine, or a store with one."""
+
+    def register(self, memory: U8Array) -> str:
+        """See ``ReadEngine.register``."""
+        ...
+
+    def unregister(self, memory: U8Array) -> None:
+        """See ``ReadEngine.unregister``."""
+        ...
 
 
 class SlabBuffer:
@@ -36,7 +48,7 @@ class SlabBuffer:
     """
 
     def __init__(
-        self, capacity_bytes: int, engine: ReadEngine | None = None, slab_bytes: int = SLAB_BYTES
+        self, capacity_bytes: int, engine: Registry | None = None, slab_bytes: int = SLAB_BYTES
     ) -> None:
         if slab_bytes < 1 or slab_bytes % mmap.PAGESIZE or capacity_bytes < 0:
             raise ValueError(

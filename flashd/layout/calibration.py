@@ -13,13 +13,15 @@ It stands beside ``predictors.safetensors``, whose tensors it describes::
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass
 from typing import Literal
 
 from pydantic import TypeAdapter, ValidationError
 
 from flashd.errors import BundleError
-from flashd.layout.manifest import SUMS, Manifest
+from flashd.layout.manifest import MANIFEST, SUMS, Manifest
+from flashd.types import DType
 
 CALIBRATION = "calibration.json"
 PREDICTORS = "predictors.safetensors"
@@ -27,7 +29,9 @@ FORMAT = "flashd-calibration"
 FORMAT_VERSION = 1
 # Window lengths whose usage is measured: k = 1..64.
 MAX_WINDOW = 64
-_MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 64 << 20
+PARTS = ("w1", "b1", "w2", "b2")
+AGAIN = "calibrate again (flashd calibrate), or remove calibration.json to run without predictors"
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Calibration:
         predictor: ``low-rank`` or ``gate``.
         tokens: that it was calibrated with.
         provenance: text files and options, for people.
+        thresholds: the manifest's: what counts as firing.
     """
 
     format: Literal["flashd-calibration"]
@@ -91,6 +96,7 @@ class Calibration:
     tokens: int
     layers: tuple[LayerCalibration, ...]
     provenance: dict[str, str]
+    thresholds: tuple[float, ...] = ()
 
 
 def to_json(calibration: Calibration) -> str:
@@ -109,22 +115,81 @@ def from_json(text: bytes, where: str, manifest: Manifest) -> Calibration:
     Raises:
         BundleError: not valid, or of another bundle.
     """
-    again = "calibrate again (flashd calibrate), or remove the file to run without predictors"
-    if len(text) > _MAX_JSON_BYTES:
-        raise BundleError(f"{where}: {len(text)} bytes, more than any real calibration has; {again}")
+    if len(text) > MAX_JSON_BYTES:
+        raise BundleError(f"{where}: {len(text)} bytes, more than any real calibration has; {AGAIN}")
     try:
         calibration = TypeAdapter(Calibration).validate_json(text, strict=True)
     except ValidationError as exc:
         first = exc.errors()[0]
         field_name = ".".join(str(part) for part in first["loc"])
-        raise BundleError(f"{where}: {field_name}: {first['msg']}; {again}") from exc
+        raise BundleError(f"{where}: {field_name}: {first['msg']}; {AGAIN}") from exc
+    if calibration.bundle_sha256 != sums_sha256(manifest):
+        raise BundleError(f"{where}: made for other weights than this bundle's; {AGAIN}")
     if len(calibration.layers) != manifest.ffn.n_layers:
         raise BundleError(
-            f"{where}: {len(calibration.layers)} layers, the bundle has {manifest.ffn.n_layers}; {again}"
+            f"{where}: {len(calibration.layers)} layers, the bundle has {manifest.ffn.n_layers}; {AGAIN}"
         )
-    if calibration.bundle_sha256 != sums_sha256(manifest):
-        raise BundleError(f"{where}: made for other weights than this bundle's; {again}")
+    if calibration.thresholds != manifest.thresholds:
+        raise BundleError(f"{where}: made for other thresholds than {MANIFEST} has; {AGAIN}")
+    for index, layer in enumerate(calibration.layers):
+        problem = _problem(layer, manifest.ffn.n_neurons, calibration.predictor)
+        if problem:
+            raise BundleError(f"{where}: layer {index}: {problem}; {AGAIN}")
+    if calibration.layers[-1].lookahead_threshold is not None:
+        raise BundleError(f"{where}: the last layer looks ahead; {AGAIN}")
     return calibration
+
+
+def _problem(layer: LayerCalibration, n_neurons: int, predictor: str) -> str | None:
+    """What no layer can have; None if nothing."""
+    if not math.isfinite(layer.threshold) or not math.isfinite(layer.lookahead_threshold or 0.0):
+        return "a threshold is no finite number"
+    low_rank = layer.masked and predictor == "low-rank"
+    for what, rank, wanted in (
+        ("rank", layer.rank, low_rank),
+        ("lookahead_rank", layer.lookahead_rank, layer.lookahead_threshold is not None),
+    ):
+        if (rank > 0) != wanted or not 0 <= rank <= n_neurons:
+            return f"{what} is {rank}"
+    shares = (
+        layer.false_negative, layer.false_positive, layer.missed_norm, layer.requested, layer.fired,
+        *layer.s_agg_requested, *layer.s_agg_fired,
+    )  # fmt: skip
+    if not all(0 <= share <= 1 for share in shares):
+        return "a share is not between 0 and 1"
+    if not all(0 <= rows <= n_neurons for rows in layer.capacity_rows):
+        return f"capacity_rows are not between 0 and {n_neurons}"
+    if any(len(each) not in (0, MAX_WINDOW) for each in (layer.s_agg_requested, layer.s_agg_fired)):
+        return f"a usage curve has not {MAX_WINDOW} points"
+    if len(layer.capacity_rows) not in (0, MAX_WINDOW) or (layer.masked and not layer.capacity_rows):
+        return f"{len(layer.capacity_rows)} capacity_rows, expected {MAX_WINDOW}"
+    return None
+
+
+def tensor_name(layer: int, kind: Literal["predictor", "lookahead"], part: str) -> str:
+    """Name of a predictor's tensor in ``predictors.safetensors``."""
+    return f"layers.{layer}.{kind}.{part}"
+
+
+def frequency_name(layer: int) -> str:
+    """Name of a layer's frequencies there."""
+    return f"layers.{layer}.frequency"
+
+
+def tensor_shapes(calibration: Calibration, manifest: Manifest) -> dict[str, tuple[DType, tuple[int, ...]]]:
+    """Dtype and shape of every tensor that a calibration needs."""
+    n, d = manifest.ffn.n_neurons, manifest.ffn.d_model
+    wanted: dict[str, tuple[DType, tuple[int, ...]]] = {}
+    for index, layer in enumerate(calibration.layers):
+        ranks = {"predictor": layer.rank, "lookahead": layer.lookahead_rank}
+        for kind, rank in ranks.items():
+            if rank:
+                shapes = {"w1": (rank, d), "b1": (rank,), "w2": (n, rank), "b2": (n,)}
+                for part, shape in shapes.items():
+                    dtype: DType = "f16" if len(shape) == 2 else "f32"
+                    wanted[f"layers.{index}.{kind}.{part}"] = (dtype, shape)
+        wanted[frequency_name(index)] = ("f32", (n,))
+    return wanted
 
 
 def sums_sha256(manifest: Manifest) -> str:

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
 from flashd.metrics.names import METRICS
-from flashd.stats import EngineStats, Histogram, ServerStats, StoreStats
+from flashd.stats import EngineStats, Histogram, ServerStats, SparseStats, StoreStats
 
 __all__ = ["CONTENT_TYPE", "Exporter", "ModelView"]
 
@@ -32,6 +32,7 @@ class ModelView:
 
     engine: EngineStats
     store: StoreStats
+    sparse: SparseStats
     resident_bytes: int
     info: dict[str, str]
 
@@ -77,6 +78,7 @@ class Exporter(Collector):
             yield _gauge("flashd_resident_weight_bytes", self._model.resident_bytes)
             yield from _engine(self._model.engine)
             yield from _store(self._model.store)
+            yield from _sparse(self._model.sparse)
 
 
 def _engine(stats: EngineStats) -> Iterator[Metric]:
@@ -119,6 +121,21 @@ def _store(stats: StoreStats) -> Iterator[Metric]:
         ("flashd_flash_check_seconds", checks.check_ns / 1e9),
     ):
         yield _counter(name, [((), value)])
+
+
+def _sparse(stats: SparseStats) -> Iterator[Metric]:
+    for name, value in (
+        ("flashd_neurons_requested", stats.requested),
+        ("flashd_neurons_resident", stats.resident),
+        ("flashd_neurons_read", stats.demand),
+        ("flashd_neurons_prefetched", stats.prefetched),
+        ("flashd_neurons_prefetched_used", stats.prefetched_used),
+        ("flashd_neurons_fired", stats.fired),
+        ("flashd_neurons_evicted", stats.evicted),
+    ):
+        yield _counter(name, [((), value)])
+    yield _gauge("flashd_window_neurons", stats.window_rows)
+    yield _gauge("flashd_prefetch_layers", stats.prefetch_layers)
 
 
 def _labelled(counts: dict[str, int]) -> list[Sample]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashd import kernels
-from flashd.types import Activation, F32Array, FFNGeometry, U8Array
+from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, U8Array
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class DenseFFN:
         self._geometry = geometry
         self._activation = activation
 
-    def add(self, weights: SliceWeights, x: F32Array, acc: F32Array) -> None:
-        """Add the slice's part of the FFN of ``x [tokens, d]`` to ``acc [tokens, d]``."""
+    def add(self, weights: SliceWeights, x: F32Array, acc: F32Array, mask: BoolArray | None = None) -> None:
+        """Add the slice's part of the FFN of ``x [tokens, d]`` to ``acc [tokens, d]``; where ``mask
+        [tokens, n]`` is given and False, a token does not use a neuron."""
         geometry = self._geometry
         layout = (weights.rows, geometry.dtype, geometry.d_model, geometry.gated)
         hidden = np.empty((len(x), len(weights.rows)), np.float32)
@@ -48,6 +49,7 @@ class DenseFFN:
             hidden,
             weights.up_bias,
             weights.gate_bias,
+            mask=mask,
             threshold=weights.threshold,
         )
         kernels.ffn_down(*layout, hidden, acc)

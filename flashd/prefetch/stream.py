@@ -25,7 +25,7 @@ from flashd.layout.geometry import LAYER_ALIGN_BYTES, MIN_STRIDE_ALIGN_BYTES, ro
 from flashd.prefetch.dense import DenseFFN, SliceWeights
 from flashd.stats import StreamStats
 from flashd.store.base import WeightStore
-from flashd.types import Activation, F32Array, FFNGeometry, U8Array
+from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, U8Array
 
 RING_BYTES = 16 << 20
 RING_BUFFERS = 4
@@ -47,6 +47,8 @@ class StreamingFFN:
     """An ``FFNSource`` that reads each layer's rows from a store when it needs them.
 
     Attributes:
+        layers: those that are read ahead, ascending; others are read when they are asked for. May be
+            changed between two calls.
         stats: time that computing waited for flash, and slices computed.
         slice_rows: neurons per slice.
         ring_bytes: memory of the buffers.
@@ -62,7 +64,9 @@ class StreamingFFN:
         gate_bias: Sequence[F32Array | None],
         *,
         thresholds: Sequence[float] = (),
-        ring_bytes: int = RING_BYTES,
+        layers: Sequence[int] | None = None,
+        stats: StreamStats | None = None,
+        ring_bytes: int | None = None,
         n_buffers: int = RING_BUFFERS,
     ) -> None:
         """Args:
@@ -72,16 +76,23 @@ class StreamingFFN:
         up_bias: per layer ``[n_neurons]`` or None.
         gate_bias: per layer ``[n_neurons]`` or None.
         thresholds: per layer, activations up to it count as zero; empty: 0 for all.
-        ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most.
+        layers: those to read ahead; None: all.
+        stats: counts the time that computing waits for flash, and slices.
+        ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most; None: what
+            ``ring_slice_rows`` says.
         n_buffers: slices that are read or computed at the same time, at least 2.
         """
         geometry = store.geometry
-        if n_buffers < 2 or ring_bytes < n_buffers * geometry.stride_bytes:
+        if n_buffers < 2 or (ring_bytes is not None and ring_bytes < n_buffers * geometry.stride_bytes):
             raise ValueError(f"{n_buffers} buffers of {ring_bytes} bytes in all; a slice needs a row")
         if not len(up_bias) == len(gate_bias) == geometry.n_layers:
             raise ValueError(f"{len(up_bias)} and {len(gate_bias)} biases for {geometry.n_layers} layers")
-        self.stats = StreamStats()
-        self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
+        self.stats = stats or StreamStats()
+        self.layers = tuple(range(geometry.n_layers) if layers is None else layers)
+        if ring_bytes is None:
+            self.slice_rows = ring_slice_rows(geometry)
+        else:
+            self.slice_rows = slice_rows(geometry, ring_bytes // n_buffers)
         slice_bytes = self.slice_rows * geometry.stride_bytes
         alignment = max(LAYER_ALIGN_BYTES, store.alignment_bytes)
         step = round_up(slice_bytes, alignment)
@@ -96,16 +107,28 @@ class StreamingFFN:
         self._gate_bias = list(gate_bias)
         self._thresholds = list(thresholds) or [0.0] * geometry.n_layers
         self._ring: deque[_Slice] = deque()  # in the order of reading and of computing
-        self._next = (0, 0)  # layer and first neuron of the slice to read next
+        # Layer and first neuron of the slice to read next; none where no layer is read ahead.
+        self._next: tuple[int, int] | None = (0, 0)
         self._broken = False  # a read failed: what the ring holds is of no use
         self._computing: asyncio.Task[None] | None = None
         self._closed = False
         self._lock = asyncio.Lock()
 
-    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
+    async def apply(
+        self,
+        layer: int,
+        x: Callable[[], F32Array],
+        mask: Callable[[F32Array], BoolArray] | None = None,
+    ) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``. Any layer may be asked for; ascending order is fast.
 
         Cancelling it leaves the source usable, and so does a failed read.
+
+        Args:
+            layer: as for ``FFNSource.apply``.
+            x: likewise.
+            mask: called with the input on the lane, in the same call: ``bool[tokens, n_neurons]``, which
+                token uses which neuron. None: all are used.
 
         Raises:
             BundleCorruptError, DiskReadError: a row could not be read.
@@ -118,17 +141,24 @@ class StreamingFFN:
             raise ValueError(f"layer {layer}, expected 0 to {geometry.n_layers - 1}")
         async with self._lock:
             await self._seek(layer)
-            made = await self._lane.run(x)
-            if made.ndim != 2 or made.shape[1] != geometry.d_model:
-                raise ValueError(f"x is {list(made.shape)}, expected [tokens, {geometry.d_model}]")
-            made = np.ascontiguousarray(made, dtype=np.float32)
+            made, used = await self._lane.run(self._input, x, mask)
             acc = np.zeros(made.shape, np.float32)
             for _ in range(0, geometry.n_neurons, self.slice_rows):
                 await self._arrived(self._ring[0])
-                await self._compute(self._ring[0], made, acc)
+                await self._compute(self._ring[0], made, acc, used)
                 self._free.append(self._ring.popleft().buffer)
                 self._read_ahead()
         return lambda: acc
+
+    def _input(
+        self, x: Callable[[], F32Array], mask: Callable[[F32Array], BoolArray] | None
+    ) -> tuple[F32Array, BoolArray | None]:
+        """The FFN's input and mask; on the lane."""
+        made, d = x(), self._store.geometry.d_model
+        if made.ndim != 2 or made.shape[1] != d:
+            raise ValueError(f"x is {list(made.shape)}, expected [tokens, {d}]")
+        made = np.ascontiguousarray(made, dtype=np.float32)
+        return made, None if mask is None else mask(made)
 
     async def close(self) -> None:
         """Wait for reads and math in flight, then drop the buffers. Idempotent."""
@@ -165,7 +195,7 @@ class StreamingFFN:
         """Start reads while there are free buffers: the next slices, the next layers, and after
         the last layer the first one, for the next step."""
         geometry = self._store.geometry
-        while self._free and not self._closed:
+        while self._free and self._next is not None and not self._closed:
             layer, start = self._next
             stop = min(start + self.slice_rows, geometry.n_neurons)
             buffer = self._free.pop()
@@ -173,8 +203,12 @@ class StreamingFFN:
             rows = buffer[: count * geometry.stride_bytes].reshape(count, geometry.stride_bytes)
             read = asyncio.create_task(self._store.read_range(layer, start, stop, rows))
             self._ring.append(_Slice(layer, start, rows, buffer, read))
-            end_of_layer = stop == geometry.n_neurons
-            self._next = ((layer + 1) % geometry.n_layers, 0) if end_of_layer else (layer, stop)
+            self._next = self._after(layer) if stop == geometry.n_neurons else (layer, stop)
+
+    def _after(self, layer: int) -> tuple[int, int] | None:
+        """Where to read on after a layer."""
+        following = [i for i in self.layers if i > layer] or self.layers
+        return (following[0], 0) if following else None
 
     async def _arrived(self, piece: _Slice) -> None:
         """Wait for a slice's read. Cancelling the wait leaves the read alone."""
@@ -190,7 +224,7 @@ class StreamingFFN:
             self._broken = True
             raise
 
-    async def _compute(self, piece: _Slice, x: F32Array, acc: F32Array) -> None:
+    async def _compute(self, piece: _Slice, x: F32Array, acc: F32Array, mask: BoolArray | None) -> None:
         """Run a slice on the lane, which goes on when the wait is cancelled: ``_drain`` and the
         lane's order keep the buffer from being read into meanwhile."""
         where = slice(piece.start, piece.start + len(piece.rows))
@@ -201,7 +235,8 @@ class StreamingFFN:
             None if gate is None else gate[where],
             self._thresholds[piece.layer],
         )
-        self._computing = asyncio.create_task(_run(self._lane, self._dense.add, weights, x, acc))
+        used = None if mask is None else np.ascontiguousarray(mask[:, where])
+        self._computing = asyncio.create_task(_run(self._lane, self._dense.add, weights, x, acc, used))
         await asyncio.shield(self._computing)
         self._computing = None
         self.stats.slices += 1
@@ -209,6 +244,14 @@ class StreamingFFN:
 
 async def _run(lane: ComputeLane, fn: Any, *args: Any) -> None:
     await lane.run(fn, *args)
+
+
+def ring_slice_rows(geometry: FFNGeometry) -> int:
+    """Rows per slice where nobody says otherwise: the ring holds at most one layer, so that a small model
+    needs a small one."""
+    rows = slice_rows(geometry, RING_BYTES // RING_BUFFERS)
+    quarter = round_up(-(-geometry.n_neurons // RING_BUFFERS), _ROWS_PER_ALIGNED_GROUP)
+    return min(rows, quarter, geometry.n_neurons)
 
 
 def slice_rows(geometry: FFNGeometry, limit_bytes: int) -> int:

@@ -10,17 +10,13 @@ from flashd.config import DaemonConfig
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.manifest import TOKENIZER, Manifest
 from flashd.models.decoder import Decoder
-from flashd.models.layers import as_f32
-from flashd.prefetch.resident import ResidentFFN
-from flashd.prefetch.stream import StreamingFFN
 from flashd.runtime.background import in_thread
 from flashd.runtime.costs import CostClock
 from flashd.runtime.engine import Engine
+from flashd.runtime.ffn import BuiltFFN, build_ffn
 from flashd.runtime.tokenizer import Tokenizer
-from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.store.open import load_resident, open_manifest, open_store
-from flashd.types import F32Array, WeightArray
 
 log = logging.getLogger("flashd.build")
 
@@ -32,7 +28,7 @@ class Runtime:
     manifest: Manifest
     store: MeteredStore
     lane: ComputeLane
-    ffn: StreamingFFN | ResidentFFN
+    ffn: BuiltFFN
     engine: Engine
     tokenizer: Tokenizer | None
     resident_bytes: int
@@ -49,6 +45,7 @@ async def build(config: DaemonConfig) -> Runtime:
 
     Raises:
         BundleError: the directory is no bundle, is incomplete or damaged.
+        ConfigError: the budget is too small.
         TokenizerError: its tokenizer or chat template is unusable.
     """
     kernels.set_threads(_threads(config.threads))
@@ -61,21 +58,23 @@ async def build(config: DaemonConfig) -> Runtime:
     store = await open_store(directory, manifest, config.backend, verify=config.verify)
     lane = ComputeLane()
     spec = manifest.model
-    ffn = _ffn(store, lane, manifest, weights)
-    decoder = Decoder(spec, weights, ffn, lane)
+    try:
+        ffn = await build_ffn(config, manifest, weights, store, lane)
+    except BaseException:
+        await store.close()
+        lane.close()
+        raise
+    decoder = Decoder(spec, weights, ffn.source, lane)
     engine = Engine(
         decoder,
         tokenizer,
         manifest.tokenizer.eos_ids if manifest.tokenizer else (),
         lane,
-        CostClock(store.stats, ffn.stats, lane.stats),
+        CostClock(store.stats, ffn.source.stats, lane.stats),
         max_sessions=config.max_sessions,
         max_queue=config.max_queue,
         kv_dtype=config.kv_dtype,
     )
-    if store.reason:
-        buffers = getattr(ffn, "why_unregistered", "") or "registered with the kernel"
-        log.info("reads through %s: %s; stream buffers: %s", store.name, store.reason, buffers)
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     log.info(
         "loaded %s: %d layers, %s, resident %.1f MB, FFN %.1f MB through %s",
@@ -106,18 +105,3 @@ def _threads(wanted: int) -> int:
     if wanted > usable:
         log.warning("%d kernel threads are too many for %d usable CPUs: taking %d", wanted, usable, usable)
     return min(wanted or usable, usable, kernels.MAX_THREADS)
-
-
-def _ffn(
-    store: MeteredStore, lane: ComputeLane, manifest: Manifest, weights: dict[str, WeightArray]
-) -> StreamingFFN | ResidentFFN:
-    spec, cut = manifest.model, manifest.thresholds
-    up, gate = _biases(weights, spec.n_layers, "up"), _biases(weights, spec.n_layers, "gate")
-    if isinstance(store.inner, InMemoryStore):
-        return ResidentFFN(store.inner, lane, spec.activation, up, gate, cut)
-    return StreamingFFN(store, lane, spec.activation, up, gate, thresholds=cut)
-
-
-def _biases(weights: dict[str, WeightArray], n_layers: int, part: str) -> list[F32Array | None]:
-    names = [f"layers.{i}.ffn.{part}.bias" for i in range(n_layers)]
-    return [as_f32(weights[name]) if name in weights else None for name in names]

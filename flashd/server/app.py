@@ -23,7 +23,7 @@ from flashd.runtime.tokenizer import Tokenizer
 from flashd.server.answer import Answer, error_body
 from flashd.server.limits import BodyLimit
 from flashd.server.schemas import ChatRequest, CompletionRequest
-from flashd.stats import ServerStats
+from flashd.stats import ServerStats, SparseStats
 
 # OpenAI's own default for the older endpoint; chat answers run to their end.
 COMPLETION_MAX_TOKENS = 16
@@ -59,7 +59,14 @@ class AppState:
             "dtype": manifest.dtype,
             "store": runtime.store.name,
         }
-        view = ModelView(runtime.engine.stats, runtime.store.stats, runtime.resident_bytes, info)
+        sparse = runtime.ffn.source.sparse
+        view = ModelView(
+            runtime.engine.stats,
+            runtime.store.stats,
+            SparseStats() if sparse is None else sparse.stats,
+            runtime.resident_bytes,
+            info,
+        )
         self.exporter.attach(view)
         self.runtime = runtime
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import numpy as np
+
 from flashd.stats import CheckStats, ReadStats
 from flashd.types import FFNGeometry, I64Array, U8Array
 
@@ -39,10 +41,24 @@ class WeightStore(ABC):
         """
 
     @abstractmethod
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
-        """Read the neurons ``ids`` of one layer, any order, repeats allowed, into ``out``.
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
+        """Read the neurons ``ids`` of one layer, any order, repeats allowed, into rows of ``out``.
 
-        ``out`` is ``[len(ids), stride_bytes]``; otherwise as ``read_range``.
+        Cancelling it may leave reads in flight into ``out``: who reuses its rows shields the call.
+
+        Args:
+            layer: layer index.
+            ids: ``[m]`` int64.
+            out: ``[m, stride_bytes]`` or, with ``rows``, ``[any, stride_bytes]``; otherwise as for
+                ``read_range``.
+            rows: ``[m]`` int64, the row of ``out`` for each id, all different; None: row ``i`` for the
+                ``i``-th. Other rows stay as they are.
+            prefetch: a guess: reads that somebody needs now go first.
+
+        Raises:
+            As ``read_range``, and ValueError for ``rows`` outside ``out`` or not ``[m]`` int64.
         """
 
     @property
@@ -91,6 +107,19 @@ class WeightStore(ABC):
             raise ValueError("out must be C-contiguous and writeable")
         if count and out.ctypes.data % self.alignment_bytes:
             raise ValueError(f"out must start on a multiple of {self.alignment_bytes} bytes")
+
+    def check_rows(self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None) -> None:
+        """Validate the arguments of ``read_rows``."""
+        if ids.dtype != np.int64 or ids.ndim != 1:
+            raise ValueError(f"ids are {ids.dtype}{list(ids.shape)}, expected int64[m]")
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        self.check_request(layer, low, high, len(ids) if rows is None else len(out), out)
+        if rows is None:
+            return
+        if rows.dtype != np.int64 or rows.shape != ids.shape:
+            raise ValueError(f"rows are {rows.dtype}{list(rows.shape)}, expected int64[{len(ids)}]")
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(out):
+            raise ValueError(f"rows {int(rows.min())}..{int(rows.max())} of out, which has {len(out)}")
 
 
 class WrappedStore(WeightStore):

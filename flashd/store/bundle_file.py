@@ -76,17 +76,18 @@ class BundleFileStore(WeightStore):
             layer, ReadBatch(np.array([offset]), np.array([out.nbytes]), out.reshape(-1), np.array([0]))
         )
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         """See ``WeightStore.read_rows``."""
-        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-        self.check_request(layer, low, high, len(ids), out)
+        self.check_rows(layer, ids, out, rows)
         plan = plan_rows(
             ids,
-            np.arange(len(ids)),
+            np.arange(len(ids)) if rows is None else rows,
             max_gap_neurons=self.max_gap_neurons,
             max_run_neurons=self._max_run_neurons,
         )
-        await self._read(layer, self._batch(layer, plan, out))
+        await self._read(layer, self._batch(layer, plan, out), prefetch)
 
     def _batch(self, layer: int, plan: RowPlan, out: U8Array) -> ReadBatch:
         stride = self.geometry.stride_bytes
@@ -100,10 +101,10 @@ class BundleFileStore(WeightStore):
             first,
         )
 
-    async def _read(self, layer: int, batch: ReadBatch) -> None:
+    async def _read(self, layer: int, batch: ReadBatch, prefetch: bool = False) -> None:
         """Read; what fails names the layer beside file and offset."""
         try:
-            await self.engine.read(batch)
+            await self.engine.read(batch, prefetch=prefetch)
         except (BundleCorruptError, DiskReadError) as exc:
             raise type(exc)(f"{exc} (layer {layer})") from exc
 

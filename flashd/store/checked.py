@@ -38,15 +38,17 @@ _NONE: I64Array = np.empty(0, np.int64)
 
 
 class _Rows(NamedTuple):
-    """What one read was asked for: ``n`` neurons of a layer, a range or ids ``[n]``."""
+    """What one read was asked for: ``n`` neurons of a layer, a range or ids ``[n]``, and where in
+    ``out`` they are: rows ``[n]``, or one behind the other."""
 
     layer: int
     where: slice | I64Array
     n: int
     out: U8Array
+    rows: I64Array | None = None
 
     def neurons(self, start: int, stop: int) -> slice | I64Array:
-        """Those in rows ``start..stop-1`` of ``out``, as an index of the layer."""
+        """The ``start``-th to the one before the ``stop``-th, as an index of the layer."""
         if isinstance(self.where, slice):
             return slice(self.where.start + start, self.where.start + stop)
         return self.where[start:stop]
@@ -119,7 +121,9 @@ class CheckedStore(WrappedStore):
             await read()
             await self._check(_Rows(layer, slice(start, stop), stop - start, out), read)
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         """See ``WeightStore.read_rows``.
 
         Cancelling it waits until the checks let go of ``out``.
@@ -129,11 +133,11 @@ class CheckedStore(WrappedStore):
         """
 
         async def read() -> None:
-            await self.inner.read_rows(layer, ids, out)
+            await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
 
         with self._counted():
             await read()
-            await self._check(_Rows(layer, ids, len(ids), out), read)
+            await self._check(_Rows(layer, ids, len(ids), out, rows), read)
 
     async def close(self) -> None:
         """See ``WeightStore.close``; waits for checks, too."""
@@ -204,10 +208,10 @@ class CheckedStore(WrappedStore):
         n_checked = sum(stop - start for start, stop in plan.runs)
         got = np.empty(rows.n, np.uint32)
         if n_checked * row_bytes * self._budget.ns_per_byte <= _INLINE_NS:
-            spent_ns = _sum_runs(rows.out, got, plan.runs)
+            spent_ns = _sum_runs(rows, got, plan.runs)
         else:
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._thread, _sum_runs, rows.out, got, plan.runs)
+            work = loop.run_in_executor(self._thread, _sum_runs, rows, got, plan.runs)
             spent_ns = await _to_its_end(work)
         self._budget.settle(spent_ns, n_checked * row_bytes, plan.n_must * row_bytes, plan.reserved_ns)
         bad = self._compare(rows, got, plan.runs)
@@ -245,11 +249,14 @@ def _runs(selected: BoolArray, max_gap: int) -> Runs:
     return list(zip(starts.tolist(), stops.tolist(), strict=True))
 
 
-def _sum_runs(rows: U8Array, got: U32Array, runs: Runs) -> int:
+def _sum_runs(rows: _Rows, got: U32Array, runs: Runs) -> int:
     """CRC32C of the rows in ``runs`` into the same places of ``got``; CPU time in ns."""
     start_ns = time.thread_time_ns()
     for start, stop in runs:
-        kernels.crc32c(rows[start:stop], got[start:stop])
+        if rows.rows is None:
+            kernels.crc32c(rows.out[start:stop], got[start:stop])
+        else:
+            kernels.crc32c(rows.out, got[start:stop], rows.rows[start:stop])
     return time.thread_time_ns() - start_ns
 
 

@@ -29,21 +29,23 @@ class MeteredStore(WrappedStore):
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""
-        with self._metered(out):
+        with self._metered(out.nbytes):
             await self.inner.read_range(layer, start, stop, out)
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         """See ``WeightStore.read_rows``."""
-        with self._metered(out):
-            await self.inner.read_rows(layer, ids, out)
+        with self._metered(len(ids) * self.geometry.stride_bytes):
+            await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
 
     @contextmanager
-    def _metered(self, out: U8Array) -> Iterator[None]:
+    def _metered(self, nbytes: int) -> Iterator[None]:
         self._count_time()
         self._outstanding += 1
         try:
             yield
-            self.stats.bytes_delivered += out.nbytes
+            self.stats.bytes_delivered += nbytes
         except asyncio.CancelledError:
             raise
         except Exception:

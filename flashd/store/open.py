@@ -9,28 +9,30 @@ from pathlib import Path
 import numpy as np
 
 from flashd.config import VERIFY
-from flashd.disk.buffers import aligned_empty
 from flashd.disk.curve import load_curve
 from flashd.disk.probe import BACKENDS as READ_BACKENDS
 from flashd.disk.probe import open_engine
 from flashd.disk.read_once import ReadOnce
 from flashd.errors import BundleCorruptError, BundleError, ConfigError
-from flashd.layout.geometry import bundle_bytes, round_up
+from flashd.layout.geometry import bundle_bytes
 from flashd.layout.manifest import BUNDLE, MANIFEST, RESIDENT, SUMS, ZARR, FileEntry, Manifest, from_json
-from flashd.layout.safetensors_header import PREFIX_BYTES, TensorEntry, header_length, parse_header
+from flashd.layout.safetensors_header import TensorEntry
 from flashd.store.base import WeightStore
 from flashd.store.bundle_file import BundleFileStore
 from flashd.store.checked import CheckedStore
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
+from flashd.store.predictors import load_gates as load_gates
+from flashd.store.predictors import open_predictors as open_predictors
+from flashd.store.predictors import read_calibration as read_calibration
+from flashd.store.tensors import load_tensors, tensor_entries
 from flashd.store.zarr_store import ZarrStore
-from flashd.types import NUMPY_DTYPE, SAFETENSORS_DTYPE, U32Array, WeightArray
+from flashd.types import U32Array, WeightArray
 
 STORE_BACKENDS = (*READ_BACKENDS, "memory")
 _PARTIAL = ".partial"
-_TENSOR_ALIGN_BYTES = 64
 _MAX_MANIFEST_BYTES = 16 << 20
-_RESIDENT_DTYPES = {SAFETENSORS_DTYPE[name]: dtype for name, dtype in NUMPY_DTYPE.items()}
+_REMEDY = "convert the model again"
 
 
 def read_manifest(directory: Path) -> Manifest:
@@ -171,9 +173,7 @@ def resident_entries(directory: Path) -> Mapping[str, TensorEntry]:
     Raises:
         BundleCorruptError: as ``load_resident``.
     """
-    path = directory / RESIDENT
-    with ReadOnce(path) as file:
-        return _entries(_read_header(file, str(path)), file.size_bytes, str(path))
+    return tensor_entries(directory / RESIDENT, _REMEDY)
 
 
 def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]:
@@ -192,24 +192,9 @@ def load_resident(directory: Path, manifest: Manifest) -> dict[str, WeightArray]
         DiskReadError: the device failed.
     """
     path = directory / RESIDENT
-    with ReadOnce(path) as file:
-        header = _read_header(file, str(path))
-        tensors = _entries(header, file.size_bytes, str(path))
-        starts: dict[str, int] = {}
-        position = 0
-        for name, entry in tensors.items():
-            starts[name] = position
-            position += round_up(entry.nbytes, _TENSOR_ALIGN_BYTES)
-        arena = aligned_empty(position, huge_pages=True)
-        loaded: dict[str, WeightArray] = {}
-        digest = hashlib.sha256(header)
-        for name, entry in sorted(tensors.items(), key=lambda item: item[1].start_byte):
-            raw = arena[starts[name] : starts[name] + entry.nbytes]
-            file.read_into(entry.start_byte, raw)
-            digest.update(raw.data)
-            loaded[name] = raw.view(_RESIDENT_DTYPES[entry.dtype]).reshape(entry.shape)
+    loaded, sha256 = load_tensors(path, _REMEDY)
     # The converter leaves no gaps: header and tensors are the whole file.
-    if digest.hexdigest() != manifest.file(RESIDENT).sha256:
+    if sha256 != manifest.file(RESIDENT).sha256:
         raise _exchanged(path)
     return loaded
 
@@ -219,29 +204,3 @@ def _exchanged(path: Path) -> BundleCorruptError:
         f"{path}: its SHA-256 is not the manifest's: damaged or exchanged; copy the bundle again "
         "or convert the model again"
     )
-
-
-def _read_header(file: ReadOnce, where: str) -> bytes:
-    """The file's first bytes: length prefix and header."""
-    prefix = np.empty(min(PREFIX_BYTES, file.size_bytes), np.uint8)
-    file.read_into(0, prefix)
-    length = header_length(prefix.tobytes(), file.size_bytes, where)
-    raw = np.empty(PREFIX_BYTES + length, np.uint8)
-    file.read_into(0, raw)
-    return raw.tobytes()
-
-
-def _entries(header: bytes, file_bytes: int, where: str) -> Mapping[str, TensorEntry]:
-    tensors = parse_header(header[PREFIX_BYTES:], file_bytes, where)
-    for name, entry in tensors.items():
-        if entry.dtype not in _RESIDENT_DTYPES or not 1 <= len(entry.shape) <= 2 or 0 in entry.shape:
-            raise BundleCorruptError(
-                f"{where}: tensor {name!r} is {entry.dtype} {list(entry.shape)}, expected a vector or matrix "
-                f"of {', '.join(_RESIDENT_DTYPES)}; convert the model again"
-            )
-    total = sum(entry.nbytes for entry in tensors.values())
-    if total > file_bytes:  # overlapping tensors, which could ask for any amount of memory
-        raise BundleCorruptError(
-            f"{where}: {total} bytes of tensors in {file_bytes}; convert the model again"
-        )
-    return tensors

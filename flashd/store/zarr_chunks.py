@@ -60,10 +60,12 @@ class Runs:
             out[dest : dest + n] = rows[source : source + n]
 
     @classmethod
-    def of(cls, ids: I64Array) -> Runs:
-        """Runs of ids in the order given; the first goes to row 0."""
-        row = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 2) != 1)
-        return cls(ids[row], row, np.diff(row, append=len(ids)))
+    def of(cls, ids: I64Array, rows: I64Array) -> Runs:
+        """Runs of ids in the order given, each id to its row."""
+        new = np.diff(ids, prepend=ids[:1] - 2) != 1
+        new |= np.diff(rows, prepend=rows[:1] - 2) != 1
+        first = np.flatnonzero(new)
+        return cls(ids[first], rows[first], np.diff(first, append=len(ids)))
 
     @classmethod
     def range(cls, start: int, stop: int) -> Runs:

@@ -56,7 +56,7 @@ class ChunkFiles:
         self._all_open = len(engine.paths) <= max_open_files()
         self._many = asyncio.Lock()
 
-    async def read(self, batch: ReadBatch) -> None:
+    async def read(self, batch: ReadBatch, prefetch: bool = False) -> None:
         """As ``ReadEngine.read``, however many files the batch names.
 
         Raises:
@@ -65,11 +65,11 @@ class ChunkFiles:
         try:
             file = batch.file
             if file is None or self._all_open or len(distinct := np.unique(file)) <= _FEW_FILES:
-                await self.engine.read(batch)
+                await self.engine.read(batch, prefetch=prefetch)
                 return
             async with self._many:
                 for some in np.array_split(distinct, -(-2 * len(distinct) // max_open_files())):
-                    await self.engine.read(_part(batch, np.isin(file, some)))
+                    await self.engine.read(_part(batch, np.isin(file, some)), prefetch=prefetch)
         except DiskReadError as exc:
             raise gone(exc) from exc
 
@@ -107,7 +107,9 @@ class RowReader(ABC):
         """See ``WeightStore.read_range``; ``start < stop``."""
 
     @abstractmethod
-    async def read_rows(self, ids: I64Array, out: U8Array, cancel: Cancel) -> None:
+    async def read_rows(
+        self, ids: I64Array, rows: I64Array, out: U8Array, cancel: Cancel, prefetch: bool
+    ) -> None:
         """See ``WeightStore.read_rows``; at least one id."""
 
 
@@ -155,9 +157,11 @@ class RawRows(RowReader):
             stride = self._stride_bytes
             await self._read(extent, parts.neuron, None, parts.count * stride, parts.row * stride, out)
 
-    async def read_rows(self, ids: I64Array, out: U8Array, cancel: Cancel) -> None:
+    async def read_rows(
+        self, ids: I64Array, rows: I64Array, out: U8Array, cancel: Cancel, prefetch: bool
+    ) -> None:
         """See ``RowReader.read_rows``."""
-        bounds, gap, row = self._extents.neuron, self._max_gap_neurons, np.arange(len(ids))
+        bounds, gap, row = self._extents.neuron, self._max_gap_neurons, rows
         extent = np.searchsorted(bounds, ids, "right") - 1
         if not self._whole:
             left_out = self._extents.file[extent] == NO_FILE
@@ -174,7 +178,8 @@ class RawRows(RowReader):
         first = None if len(plan.first) == len(plan.row) else plan.first
         stride = self._stride_bytes
         dest_offset = np.maximum(plan.row * stride, SKIP)  # of GAP, which is negative, too
-        await self._read(extent, plan.neuron - extent * apart, first, plan.count * stride, dest_offset, out)
+        neuron, length = plan.neuron - extent * apart, plan.count * stride
+        await self._read(extent, neuron, first, length, dest_offset, out, prefetch)
 
     async def _read(
         self,
@@ -184,13 +189,15 @@ class RawRows(RowReader):
         length: I64Array,
         dest_offset: I64Array,
         out: U8Array,
+        prefetch: bool = False,
     ) -> None:
         """Reads that start at ``neuron`` in ``extent``, both ``[n]``; the others as in ``ReadBatch``."""
         assert self._files is not None
         extents = self._extents
         offset = extents.offset_bytes[extent] + (neuron - extents.neuron[extent]) * self._stride_bytes
         dest = out.reshape(-1)
-        await self._files.read(ReadBatch(offset, length, dest, dest_offset, first, extents.file[extent]))
+        batch = ReadBatch(offset, length, dest, dest_offset, first, extents.file[extent])
+        await self._files.read(batch, prefetch)
 
     async def _fill(self, runs: Runs, out: U8Array) -> None:
         """Write rows that were left out, without keeping the event loop for long."""
@@ -220,7 +227,9 @@ class NoRows(RowReader):
         """See ``RowReader.read_range``."""
         raise type(self._error)(str(self._error))
 
-    async def read_rows(self, ids: I64Array, out: U8Array, cancel: Cancel) -> None:
+    async def read_rows(
+        self, ids: I64Array, rows: I64Array, out: U8Array, cancel: Cancel, prefetch: bool
+    ) -> None:
         """See ``RowReader.read_rows``."""
         raise type(self._error)(str(self._error))
 
@@ -232,9 +241,11 @@ class _PackedRows(RowReader):
         """See ``RowReader.read_range``."""
         await self._read(Runs.range(start, stop), out, cancel)
 
-    async def read_rows(self, ids: I64Array, out: U8Array, cancel: Cancel) -> None:
+    async def read_rows(
+        self, ids: I64Array, rows: I64Array, out: U8Array, cancel: Cancel, prefetch: bool
+    ) -> None:
         """See ``RowReader.read_rows``."""
-        await self._read(Runs.of(ids), out, cancel)
+        await self._read(Runs.of(ids, rows), out, cancel)
 
     @abstractmethod
     async def _read(self, runs: Runs, out: U8Array, cancel: Cancel) -> None: ...

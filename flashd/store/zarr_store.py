@@ -13,6 +13,8 @@ from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import numpy as np
+
 from flashd.disk.curve import load_curve
 from flashd.disk.engine import ReadEngine
 from flashd.disk.probe import open_engine
@@ -186,15 +188,18 @@ class ZarrStore(WeightStore):
             cancel = Cancel()
             await self._guarded(layer, self._readers[layer].read_range(start, stop, out, cancel), cancel)
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         """See ``WeightStore.read_rows``. A packed chunk is decoded once per call, however many of its
         neurons are wanted."""
-        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
-        self.check_request(layer, low, high, len(ids), out)
+        self.check_rows(layer, ids, out, rows)
         self._check_open()
         if len(ids):
             cancel = Cancel()
-            await self._guarded(layer, self._readers[layer].read_rows(ids, out, cancel), cancel)
+            rows = np.arange(len(ids)) if rows is None else rows
+            read = self._readers[layer].read_rows(ids, rows, out, cancel, prefetch)
+            await self._guarded(layer, read, cancel)
 
     def _check_open(self) -> None:
         if self._closing is not None:

@@ -19,6 +19,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -101,6 +102,33 @@ class WeightStoreTests:
             out = destination(made.store, len(ids))
             await made.store.read_rows(2, wanted, out)
             np.testing.assert_array_equal(out, made.rows[2][wanted])
+
+    @pytest.mark.parametrize("prefetch", [False, True])
+    async def test_scattered_rows(self, made: MadeStore, prefetch: bool) -> None:
+        """Each id in the row it was meant for, all other rows as they were."""
+        store, n = made.store, made.store.geometry.n_neurons
+        rng = np.random.default_rng(3)
+        for count in (0, 1, 2, 7, n, 2 * n):
+            ids, out = rng.integers(0, n, count), destination(store, 3 * n)
+            if count == n:
+                ids = np.arange(n)
+            for rows in (rng.permutation(3 * n)[:count], np.arange(count) + 5):
+                out[:] = _GUARD
+                await store.read_rows(1, ids, out, rows, prefetch=prefetch)
+                np.testing.assert_array_equal(out[rows], made.rows[1][ids])
+                assert (np.delete(out, rows, axis=0) == _GUARD).all()
+
+    async def test_rows_that_do_not_exist(self, made: MadeStore) -> None:
+        """Rows outside the destination or not one for each id are refused before anything is read."""
+        store, out = made.store, destination(made.store, 8)
+        wrong: list[Any] = [np.array(rows, np.int64) for rows in ([0, 8], [-1, 3], [1, 2, 3], [1])]
+        for rows in (*wrong, np.arange(2, dtype=np.int32)):
+            with pytest.raises(ValueError, match="rows"):
+                await store.read_rows(0, np.arange(2), out, rows)
+        short: Any = np.arange(2, dtype=np.int32)
+        with pytest.raises(ValueError, match="ids"):
+            await store.read_rows(0, short, out[:2])
+        assert (out == _GUARD).all()
 
     async def test_neighbours_of_the_destination_stay(self, made: MadeStore) -> None:
         """No read leaves its destination rows."""

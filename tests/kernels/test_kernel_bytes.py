@@ -126,7 +126,12 @@ def test_crc32c(verbs: ModuleType, n: int, stride: int, seed: int, threads: int)
     out = np.zeros(n, np.uint32)
     verbs.set_threads(threads)
     verbs.crc32c(rows, out)
-    assert out.tolist() == [reference.crc32c(row.tobytes()) for row in rows]
+    expected = [reference.crc32c(row.tobytes()) for row in rows]
+    assert out.tolist() == expected
+    index = np.random.default_rng(seed).integers(0, max(1, n), 2 * n)
+    listed = np.zeros(2 * n, np.uint32)
+    verbs.crc32c(rows, listed, index)
+    assert listed.tolist() == [expected[row] for row in index]
 
 
 def test_crc32c_of_many_rows(verbs: ModuleType) -> None:

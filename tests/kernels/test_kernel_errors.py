@@ -65,7 +65,7 @@ def valid(verb: str) -> dict[str, Any]:
         "rope": {"x": f32(2, 3, 8), "cos": f32(2, 4), "sin": f32(2, 4)},
         "rmsnorm": {"x": f32(2, 4), "weight": f32(4), "eps": 1e-5, "out": f32(2, 4)},
         "layernorm": {"x": f32(2, 4), "weight": f32(4), "bias": f32(4), "eps": 1e-5, "out": f32(2, 4)},
-        "crc32c": {"rows": rows, "out": np.zeros(3, np.uint32)},
+        "crc32c": {"rows": rows, "out": np.zeros(3, np.uint32), "index": np.arange(3)},
         "to_f32": {"src": half, "out": f32(2, 5, 8)},
         "from_f32": {"src": f32(2, 5, 8), "out": half},
         "read_all": {"memory": np.zeros(33, np.uint8)},

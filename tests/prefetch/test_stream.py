@@ -16,12 +16,13 @@ from support import ffn
 from flashd.errors import BundleCorruptError, DiskReadError
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.manifest import BUNDLE
+from flashd.prefetch.dense import DenseFFN, SliceWeights
 from flashd.prefetch.stream import RING_BYTES, StreamingFFN
 from flashd.store.base import WeightStore
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.open import open_store
 from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
-from flashd.types import F32Array, I64Array, U8Array
+from flashd.types import BoolArray, F32Array, I64Array, U8Array
 
 SPEC = tiny_spec("llama", d_model=96, d_ffn=1003)
 # Buffers of 128 rows: eight slices a layer, the last one short.
@@ -55,7 +56,9 @@ class _Watched(WeightStore):
         finally:
             self.outstanding -= 1
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
         raise AssertionError("streaming reads ranges")
 
     async def close(self) -> None:
@@ -79,7 +82,7 @@ async def setup(tmp_path: Path) -> AsyncIterator[Setup]:
     x = rng.standard_normal((3, SPEC.d_model), np.float32)
     biases = [rng.standard_normal(SPEC.d_ffn, np.float32) for _ in range(LAYERS)]
     lane = ComputeLane()
-    # The whole layer in one slice, from RAM: no ring to go wrong.
+    # Large slices, from RAM: no read to go wrong.
     whole = InMemoryStore(made.manifest.ffn, made.rows)
     simple = StreamingFFN(whole, lane, "silu", biases, biases)
     expected = [await ffn(simple, layer, x) for layer in range(LAYERS)]
@@ -279,3 +282,58 @@ async def test_the_stride_of_the_mount_does_not_show(setup: Setup, tmp_path: Pat
             )
     await source.close()
     await store.close()
+
+
+@pytest.mark.parametrize("tokens", [3, 40])
+async def test_a_masked_token_does_not_use_a_neuron(setup: Setup, tokens: int) -> None:
+    x = np.tile(setup.x, (14, 1))[:tokens]
+    mask = np.random.default_rng(2).random((tokens, SPEC.d_ffn)) < 0.3
+    whole = StreamingFFN(
+        InMemoryStore(setup.made.manifest.ffn, setup.made.rows),
+        setup.lane,
+        "silu",
+        setup.source._up_bias,
+        setup.source._gate_bias,
+        ring_bytes=2 * SPEC.d_ffn * 4096,
+        n_buffers=2,
+    )
+    for layer in range(LAYERS):
+        expected = (await whole.apply(layer, lambda: x, lambda made: mask))()
+        got = (await setup.source.apply(layer, lambda: x, lambda made: mask))()
+        np.testing.assert_array_equal(got, expected)
+        for token in range(3):
+            alone = mask[token : token + 1]
+            kept = SliceWeights(*_rows_of(setup, layer, alone[0]))
+            acc = np.zeros((1, SPEC.d_model), np.float32)
+            DenseFFN(setup.store.geometry, "silu").add(kept, x[token : token + 1], acc)
+            np.testing.assert_allclose(got[token], acc[0], rtol=1e-4, atol=1e-5)
+    await whole.close()
+
+
+def _rows_of(setup: Setup, layer: int, kept: BoolArray) -> tuple[U8Array, F32Array, F32Array]:
+    up, gate = setup.source._up_bias[layer], setup.source._gate_bias[layer]
+    assert up is not None
+    assert gate is not None
+    return setup.made.rows[layer][kept], up[kept], gate[kept]
+
+
+async def test_only_chosen_layers_are_read_ahead(setup: Setup) -> None:
+    source = StreamingFFN(
+        setup.store, setup.lane, "silu", setup.source._up_bias, setup.source._gate_bias, layers=[1], **RING
+    )
+    await setup.source.close()
+    setup.source = source
+    for _ in range(2):
+        await assert_right(setup, 1)
+        await asyncio.sleep(0)
+    assert {layer for layer, _ in setup.store.started} == {1}
+    before = len(setup.store.started)
+    await assert_right(setup, 2)  # another one is read when it is asked for
+    await asyncio.sleep(0)
+    assert [layer for layer, _ in setup.store.started[before:]] == [2] * 8 + [1] * 4
+    source.layers = ()
+    await assert_right(setup, 1)
+    await asyncio.sleep(0)
+    assert setup.store.outstanding == 0
+    assert not source._ring
+    await source.close()

@@ -52,15 +52,17 @@ class Faulty(InMemoryStore):
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         await super().read_range(layer, start, stop, out)
-        self._spoil(layer, np.arange(start, stop), out)
+        self._spoil(layer, np.arange(start, stop), out, np.arange(stop - start))
 
-    async def read_rows(self, layer: int, ids: I64Array, out: U8Array) -> None:
-        await super().read_rows(layer, ids, out)
-        self._spoil(layer, ids, out)
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
+        await super().read_rows(layer, ids, out, rows)
+        self._spoil(layer, ids, out, np.arange(len(ids)) if rows is None else rows)
 
-    def _spoil(self, layer: int, ids: I64Array, out: U8Array) -> None:
+    def _spoil(self, layer: int, ids: I64Array, out: U8Array, rows: I64Array) -> None:
         self.reads += 1
-        out[~self.seen[layer, ids], 0] ^= 1
+        out[rows[~self.seen[layer, ids]], 0] ^= 1
         self.seen[layer, ids] = True
 
 
@@ -125,10 +127,10 @@ async def test_a_damaged_row_among_others_by_id(tmp_path: Path, kind: StoreKind)
     failed = 0
     for layer in range(bundle.manifest.ffn.n_layers):
         for ids in np.array_split(np.random.default_rng(0).permutation(bundle.manifest.ffn.n_neurons), 5):
-            out = destination(store, len(ids))
+            out, rows = destination(store, 2 * len(ids)), np.arange(len(ids))[::-1] * 2
             try:
-                await store.read_rows(layer, ids, out)
-                assert np.array_equal(out, bundle.rows[layer][ids])
+                await store.read_rows(layer, ids, out, rows)
+                assert np.array_equal(out[rows], bundle.rows[layer][ids])
             except BundleCorruptError:
                 failed += 1
     await store.close()
@@ -244,9 +246,13 @@ async def test_whatever_is_read_together_each_row_is_checked_at_its_first_read(
     n = bundle.manifest.ffn.n_neurons
     for i in range(40):
         ids = rng.integers(0, n, int(rng.integers(0, 12)))
-        if i % 3:
+        if i % 3 == 0:
             out = destination(store, len(ids))
             await store.read_rows(0, ids, out)
+        elif i % 2:
+            around, rows = destination(store, 40), rng.permutation(40)[: len(ids)]
+            await store.read_rows(0, ids, around, rows)
+            out = around[rows]
         else:
             start = int(rng.integers(n - len(ids)))
             ids = np.arange(start, start + len(ids))

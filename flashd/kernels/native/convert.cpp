@@ -8,21 +8,30 @@ namespace {
 // Less is summed before other threads have woken up; they had better go on computing.
 constexpr int64_t kSerialCrcBytes = 1 << 20;
 
-void crc32c(nb::handle rows_, nb::handle out_) {
+void crc32c(nb::handle rows_, nb::handle out_, nb::handle index_) {
     const Shape rows_shape{"n", "stride"};
     const Array rows("crc32c", "rows", rows_, {Type::u8}, &rows_shape);
-    const Shape out_shape{rows.size(0)};
+    RowArgs args{};
+    args.n = rows.size(0);
+    const Numbers index = row_index("crc32c", index_, args);
+    const Shape out_shape{args.count};
     const Array out("crc32c", "out", out_, {Type::u32}, &out_shape, Access::write);
     const int64_t stride = rows.size(1);
+    const uint8_t* start = rows.data<uint8_t>();
+    uint32_t* sums = out.data<uint32_t>();
     const NoGil no_gil;
     const bool hardware = level().hardware_crc && has_crc32c_instruction();
     // A multiple of the three rows that run interleaved.
     parallel_for(
         [&](int64_t first, int64_t last, int) {
-            crc32c_rows(rows.data<uint8_t>() + first * stride, stride, last - first, out.data<uint32_t>() + first,
-                        hardware);
+            if (args.index == nullptr) {
+                crc32c_rows(start + first * stride, stride, last - first, sums + first, hardware);
+                return;
+            }
+            for (int64_t j = first; j < last; ++j)
+                crc32c_rows(start + args.index[j] * stride, stride, 1, sums + j, hardware);
         },
-        rows.size(0), (chunk_of(stride) + 2) / 3 * 3, rows.size(0) * stride < kSerialCrcBytes ? 1 : thread_count());
+        args.count, (chunk_of(stride) + 2) / 3 * 3, args.count * stride < kSerialCrcBytes ? 1 : thread_count());
 }
 
 // Elements behind which a conversion is worth a second thread.
@@ -60,7 +69,7 @@ void from_f32(nb::handle src_, nb::handle out_) {
 
 void bind_convert(nb::module_& module) {
     using nb::arg;
-    module.def("crc32c", &crc32c, arg("rows").none(), arg("out").none());
+    module.def("crc32c", &crc32c, arg("rows").none(), arg("out").none(), arg("index").none() = nb::none());
     module.def("to_f32", &to_f32, arg("src").none(), arg("out").none());
     module.def("from_f32", &from_f32, arg("src").none(), arg("out").none());
 }

@@ -6,23 +6,27 @@ import numpy as np
 
 from flashd.kernels import check
 from flashd.kernels.twin.common import widen
-from flashd.types import F32Array, U8Array, U32Array, WeightArray
+from flashd.types import F32Array, I64Array, U8Array, U32Array, WeightArray
 
 _CRC_POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected (RFC 3720)
 
 
-def crc32c(rows: U8Array, out: U32Array) -> None:
-    """CRC32C (Castagnoli; ``b"123456789"`` gives 0xE3069283) of every row.
+def crc32c(rows: U8Array, out: U32Array, index: I64Array | None = None) -> None:
+    """CRC32C (Castagnoli; ``b"123456789"`` gives 0xE3069283) of rows.
 
     Args:
         rows: ``uint8[n, stride]``, summed over the full stride.
-        out: ``uint32[n]``, overwritten.
+        out: ``uint32[m]``, overwritten.
+        index: ``int64[m]``, row numbers in 0..n-1 in any order; None: all rows, so m = n.
 
     Raises:
         TypeError, ValueError: as ``check.array`` says.
     """
     check.array("crc32c", "rows", rows, ("uint8",), ("n", "stride"))
-    check.array("crc32c", "out", out, ("uint32",), (len(rows),), writeable=True)
+    count = check.index("crc32c", index, len(rows))
+    check.array("crc32c", "out", out, ("uint32",), (count,), writeable=True)
+    if index is not None:
+        rows = rows[index]
     n, stride_bytes = rows.shape
     crc = np.full(n, 0xFFFFFFFF, np.uint32)
     whole_bytes = stride_bytes // 8 * 8

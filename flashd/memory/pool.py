@@ -1,0 +1,118 @@
+"""One matrix of neuron rows for all layers. Reads land in free rows, so nothing is ever copied.
+
+The paper keeps a layer's rows together and overwrites an evicted one with the last (LLM in a flash,
+section 3.3), because it multiplies by the whole window. Here kernels are given the numbers of the rows
+they shall use: an evicted row is a hole that the next read fills. Only shrinking moves rows.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from flashd.types import BoolArray, F32Array, I64Array, U8Array
+
+FREE = -1
+# Rows that are moved at a time when the pool shrinks, so that the copy needs little memory of its own.
+_MOVE_ROWS = 256
+
+
+class RowPool:
+    """Rows that belong to nobody or to a neuron; neurons of all layers have one numbering.
+
+    Attributes:
+        matrix: ``[capacity, stride_bytes]`` uint8; only the first ``n_rows`` may be used.
+        n_rows: usable rows.
+        owner: ``[capacity]`` int64, the neuron of each row, or ``FREE``.
+        in_flight: ``[capacity]``, rows that a read may be writing to. They are neither moved nor freed.
+        up_bias, gate_bias: ``[capacity]`` float32 by row, or None for a model without.
+    """
+
+    def __init__(
+        self, matrix: U8Array, n_rows: int, *, up_bias: bool = False, gate_bias: bool = False
+    ) -> None:
+        """Args:
+        matrix: the rows' memory.
+        n_rows: how many may be used from the start.
+        up_bias, gate_bias: whether the model has biases, which the kernels want by row.
+        """
+        if not 0 <= n_rows <= len(matrix):
+            raise ValueError(f"{n_rows} rows of a matrix of {len(matrix)}")
+        self.matrix = matrix
+        self.n_rows = n_rows
+        self.owner: I64Array = np.full(len(matrix), FREE, np.int64)
+        self.in_flight: BoolArray = np.zeros(len(matrix), np.bool_)
+        self.up_bias: F32Array | None = np.zeros(len(matrix), np.float32) if up_bias else None
+        self.gate_bias: F32Array | None = np.zeros(len(matrix), np.float32) if gate_bias else None
+        # A stack: what was given back last, and is still in a cache, goes first.
+        self._free: I64Array = np.empty(len(matrix), np.int64)
+        self._n_free = 0
+        self._find_free()
+
+    @property
+    def n_free(self) -> int:
+        """Rows that can be taken."""
+        return self._n_free
+
+    def take(self, owners: I64Array) -> I64Array:
+        """Free rows for some neurons, ``[len(owners)]`` ascending, so that neighbours in the file become
+        neighbours in memory where that is possible.
+
+        Raises:
+            ValueError: there are not so many (our own bug).
+        """
+        left = self._n_free - len(owners)
+        if left < 0:
+            raise ValueError(f"{len(owners)} rows are wanted, {self._n_free} are free")
+        rows = np.sort(self._free[left : self._n_free])
+        self._n_free = left
+        self.owner[rows] = owners
+        return rows
+
+    def give_back(self, rows: I64Array) -> None:
+        """Free rows, which no read may be writing to."""
+        self.owner[rows] = FREE
+        self._free[self._n_free : self._n_free + len(rows)] = rows
+        self._n_free += len(rows)
+
+    def resize(self, n_rows: int) -> tuple[I64Array, I64Array]:
+        """Change how many rows may be used; rows behind the new end move into holes before it.
+
+        Returns:
+            Neurons that have moved, and their new rows.
+
+        Raises:
+            ValueError: more rows than the matrix has or fewer than are in use, or a read is in flight.
+        """
+        n_used = self.n_rows - self._n_free
+        if not n_used <= n_rows <= len(self.matrix):
+            raise ValueError(f"{n_rows} rows, expected {n_used} (in use) to {len(self.matrix)}")
+        if self.in_flight.any():
+            raise ValueError("a read is in flight")
+        source = np.flatnonzero(self.owner[n_rows:] != FREE) + n_rows
+        dest = np.flatnonzero(self.owner[:n_rows] == FREE)[: len(source)]
+        columns = (self.matrix, self.owner, self.up_bias, self.gate_bias)
+        for start in range(0, len(source), _MOVE_ROWS):
+            some = slice(start, start + _MOVE_ROWS)
+            for column in columns:
+                if column is not None:
+                    column[dest[some]] = column[source[some]]
+        self.owner[source] = FREE
+        self.n_rows = n_rows
+        self._find_free()
+        return self.owner[dest], dest
+
+    def _find_free(self) -> None:
+        rows = np.flatnonzero(self.owner[: self.n_rows] == FREE)[::-1]
+        self._free[: len(rows)] = rows
+        self._n_free = len(rows)
+
+    def check_integrity(self) -> None:
+        """``AssertionError`` unless every row is either free or owned, and counted so."""
+        free = self._free[: self._n_free]
+        assert len(np.unique(free)) == len(free), "a row is free twice"
+        owned = np.flatnonzero(self.owner != FREE)
+        assert np.array_equal(np.sort(np.concatenate([free, owned])), np.arange(self.n_rows)), (
+            "rows are lost, or both free and in use"
+        )
+        assert (self.owner[self.in_flight] != FREE).all(), "a read goes into a free row"
+        assert len(np.unique(self.owner[owned])) == len(owned), "a neuron has two rows"

@@ -1,0 +1,48 @@
+"""The predictor that a calibration asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from flashd.layout.calibration import Calibration
+from flashd.predictor.base import Predictor
+from flashd.predictor.gate import GatePredictor
+from flashd.predictor.lowrank import LowRankPredictor
+from flashd.types import Activation, F32Array, FFNGeometry, WeightArray
+
+
+def make_predictor(
+    calibration: Calibration,
+    tensors: Mapping[str, WeightArray],
+    geometry: FFNGeometry,
+    activation: Activation,
+    *,
+    gates: Sequence[WeightArray | None] = (),
+    gate_bias: Sequence[F32Array | None] = (),
+    thresholds: Sequence[float] = (),
+) -> Predictor:
+    """Build it from what the store has read and checked.
+
+    Args:
+        calibration: of the bundle.
+        tensors: of ``predictors.safetensors`` (``store.open.open_predictors``).
+        geometry: of the rows.
+        activation: of the hidden units.
+        gates: for predictor ``gate``: what ``store.predictors.load_gates`` gives.
+        gate_bias: likewise, per layer ``[n_neurons]`` or None; empty: none anywhere.
+        thresholds: of the manifest; empty: 0 for all.
+
+    Raises:
+        BundleError: predictor ``gate`` for an FFN without one.
+    """
+    if calibration.predictor == "low-rank":
+        return LowRankPredictor(geometry, calibration, tensors)
+    return GatePredictor(
+        geometry,
+        activation,
+        calibration,
+        tensors,
+        gates,
+        gate_bias or [None] * geometry.n_layers,
+        thresholds or [0.0] * geometry.n_layers,
+    )

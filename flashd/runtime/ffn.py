@@ -1,0 +1,294 @@
+"""Wires the FFN: which predictor, what is in RAM, and how the rest is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import psutil
+
+from flashd.config import DaemonConfig
+from flashd.disk.slabs import SlabBuffer
+from flashd.kernels.lane import ComputeLane
+from flashd.layout.calibration import Calibration, LayerCalibration
+from flashd.layout.manifest import Manifest
+from flashd.memory.budget import Allocation, Demand, allocate, parse_budget
+from flashd.memory.eviction import make_policy
+from flashd.memory.pool import RowPool
+from flashd.memory.window import Window
+from flashd.models.layers import as_f32
+from flashd.predictor.base import Predictor
+from flashd.predictor.every import AllPredictor
+from flashd.predictor.open import make_predictor
+from flashd.predictor.oracle import OraclePredictor
+from flashd.prefetch.hybrid import HybridFFN, MaskedPrompt
+from flashd.prefetch.resident import ResidentFFN
+from flashd.prefetch.sparse import PromptSource, SparseFFN
+from flashd.prefetch.stream import RING_BUFFERS, StreamingFFN, ring_slice_rows
+from flashd.runtime.background import in_thread
+from flashd.stats import StreamStats
+from flashd.store.in_memory import InMemoryStore
+from flashd.store.metered import MeteredStore
+from flashd.store.predictors import load_gates, open_predictors
+from flashd.types import F32Array, U8Array, WeightArray
+
+log = logging.getLogger("flashd.build")
+
+# Of the memory that is available now, so much is left to others when the budget is `auto`.
+AUTO_RESERVE = 0.10
+
+
+@dataclass
+class Parts:
+    """What every part of the FFN needs."""
+
+    manifest: Manifest
+    store: MeteredStore
+    lane: ComputeLane
+    up_bias: Sequence[F32Array | None]
+    gate_bias: Sequence[F32Array | None]
+
+
+@dataclass
+class BuiltFFN:
+    """The FFN of a loaded model.
+
+    Attributes:
+        source: what the decoder uses.
+        predictor: whose masks it goes by.
+        allocation: what the budget was spent on; None where all is in RAM anyway.
+        pool_memory: pages of the window's rows; None where there is no window or it has its rows elsewhere.
+    """
+
+    source: HybridFFN
+    predictor: Predictor
+    allocation: Allocation | None
+    pool_memory: SlabBuffer | None
+
+    async def close(self) -> None:
+        """Wait for reads in flight, and give memory back."""
+        await self.source.close()
+        if self.pool_memory is not None:
+            self.pool_memory.close()
+
+
+async def build_ffn(
+    config: DaemonConfig,
+    manifest: Manifest,
+    weights: dict[str, WeightArray],
+    store: MeteredStore,
+    lane: ComputeLane,
+) -> BuiltFFN:
+    """Load the predictor and what else stays in RAM.
+
+    Raises:
+        BundleError: the bundle's predictors are unusable.
+        BundleCorruptError, DiskReadError: rows could not be read.
+        ConfigError: the budget is too small.
+    """
+    n_layers = manifest.model.n_layers
+    up, gate = _biases(weights, n_layers, "up"), _biases(weights, n_layers, "gate")
+    parts = Parts(manifest, store, lane, up, gate)
+    predictor, layers, prior = await _predictor(config, parts)
+    resident_bytes = sum(tensor.nbytes for tensor in weights.values())
+    if isinstance(store.inner, InMemoryStore):
+        return _in_memory(config, parts, predictor, store.inner)
+    demand = Demand(
+        manifest.ffn,
+        # The oracle's rows are beside the budget, else none would show how it is without them.
+        resident_bytes + (0 if config.predictor == "oracle" else predictor.nbytes),
+        RING_BUFFERS * ring_slice_rows(manifest.ffn) * manifest.ffn.stride_bytes,
+        [predictor.masked(layer) for layer in range(n_layers)],
+        [layer.capacity_rows for layer in layers],
+    )
+    whole_bytes = resident_bytes + n_layers * manifest.ffn.layer_bytes
+    # The weights that are loaded already are part of the budget, and no longer of what is available.
+    available = int((psutil.virtual_memory().available + resident_bytes) * (1 - AUTO_RESERVE))
+    auto_bytes = min(demand.everything_bytes, available)
+    allocation = allocate(parse_budget(config.budget, whole_bytes, auto_bytes), demand, config.window)
+    return await _from_flash(config, parts, predictor, allocation, prior)
+
+
+async def _predictor(
+    config: DaemonConfig, parts: Parts
+) -> tuple[Predictor, Sequence[LayerCalibration], F32Array | None]:
+    """The predictor, what is known about each layer, and how often each neuron is requested."""
+    manifest, ffn = parts.manifest, parts.manifest.ffn
+    if config.predictor == "oracle":
+        everything = await InMemoryStore.load(parts.store)
+        rows = [everything.layer(layer) for layer in range(ffn.n_layers)]
+        biases = parts.up_bias, parts.gate_bias
+        oracle = OraclePredictor(ffn, manifest.model.activation, rows, *biases, manifest.thresholds)
+        return oracle, (), None
+    opened = None
+    if config.predictor == "auto":
+        opened = await in_thread(open_predictors, config.model_dir, manifest)
+    if opened is None:
+        return AllPredictor(ffn.n_layers, ffn.n_neurons), (), None
+    calibration, tensors = opened
+    gates = await _gates(calibration, parts)
+    predictor = make_predictor(
+        calibration,
+        tensors,
+        ffn,
+        manifest.model.activation,
+        gates=gates,
+        gate_bias=parts.gate_bias,
+        thresholds=manifest.thresholds,
+    )
+    prior = np.stack([tensors[f"layers.{layer}.frequency"] for layer in range(ffn.n_layers)])
+    return predictor, calibration.layers, prior
+
+
+async def _gates(calibration: Calibration, parts: Parts) -> list[WeightArray | None]:
+    if calibration.predictor != "gate":
+        return []
+    return await load_gates(parts.store, [layer.masked for layer in calibration.layers])
+
+
+def _in_memory(config: DaemonConfig, parts: Parts, predictor: Predictor, store: InMemoryStore) -> BuiltFFN:
+    """All rows are in RAM: the window has them where they are, and nothing is ever read."""
+    ffn, waits = parts.manifest.ffn, StreamStats()
+    resident = _resident(parts, store, waits)
+    sparse = None
+    if any(predictor.masked(layer) for layer in range(ffn.n_layers)):
+        rows = store.all_rows.reshape(-1, ffn.stride_bytes)
+        window = _window(config, parts, rows, [ffn.n_neurons] * ffn.n_layers, None, 1)
+        for layer in range(ffn.n_layers):  # in this order a neuron's row is where the store has it
+            window.settle(layer, window.insert(layer, np.arange(ffn.n_neurons)))
+        sparse = _sparse(config, parts, predictor, window, MaskedPrompt(resident, predictor), waits)
+    by_layer = dict.fromkeys(range(ffn.n_layers), resident)
+    return BuiltFFN(HybridFFN(predictor, sparse, by_layer, None, waits), predictor, None, None)
+
+
+async def _from_flash(
+    config: DaemonConfig,
+    parts: Parts,
+    predictor: Predictor,
+    allocation: Allocation,
+    prior: F32Array | None,
+) -> BuiltFFN:
+    ffn, waits = parts.manifest.ffn, StreamStats()
+    kept = allocation.resident_layers
+    resident: dict[int, ResidentFFN] = {}
+    if kept:
+        loaded = await InMemoryStore.load(parts.store, kept)
+        resident = dict.fromkeys(kept, _resident(parts, loaded, waits))
+    dense = [layer for layer in range(ffn.n_layers) if not predictor.masked(layer)]
+    streamed = [layer for layer in dense if layer not in kept]
+    stream = sparse = memory = None
+    if streamed or allocation.n_rows:
+        stream = _streaming(parts, streamed, waits)
+    if stream is not None and allocation.n_rows:
+        nbytes = allocation.n_rows * ffn.stride_bytes
+        memory = SlabBuffer(nbytes, parts.store)
+        memory.resize(nbytes)
+        rows = memory.memory.reshape(-1, ffn.stride_bytes)
+        window = _window(config, parts, rows, allocation.capacity, prior, allocation.k)
+        sparse = _sparse(config, parts, predictor, window, MaskedPrompt(stream, predictor), waits)
+    _log(config, parts, predictor, allocation, len(streamed))
+    if parts.store.reason:
+        buffers = stream.why_unregistered or "registered with the kernel" if stream else "none"
+        window_pages = memory.why_unregistered or "registered with the kernel" if memory else "none"
+        log.info(
+            "reads through %s: %s; stream buffers: %s; window: %s",
+            *(parts.store.name, parts.store.reason, buffers, window_pages),
+        )
+    return BuiltFFN(HybridFFN(predictor, sparse, resident, stream, waits), predictor, allocation, memory)
+
+
+def _streaming(parts: Parts, layers: Sequence[int], waits: StreamStats) -> StreamingFFN:
+    manifest = parts.manifest
+    return StreamingFFN(
+        parts.store,
+        parts.lane,
+        manifest.model.activation,
+        parts.up_bias,
+        parts.gate_bias,
+        thresholds=manifest.thresholds,
+        layers=layers,
+        stats=waits,
+    )
+
+
+def _resident(parts: Parts, store: InMemoryStore, waits: StreamStats) -> ResidentFFN:
+    manifest = parts.manifest
+    biases = parts.up_bias, parts.gate_bias
+    return ResidentFFN(store, parts.lane, manifest.model.activation, *biases, manifest.thresholds, waits)
+
+
+def _window(
+    config: DaemonConfig,
+    parts: Parts,
+    rows: U8Array,
+    capacity: Sequence[int],
+    prior: F32Array | None,
+    k: int,
+) -> Window:
+    """A window over ``rows [n, stride_bytes]``."""
+    ffn = parts.manifest.ffn
+    has_up, has_gate = (
+        any(bias is not None for bias in biases) for biases in (parts.up_bias, parts.gate_bias)
+    )
+    pool = RowPool(rows, len(rows), up_bias=has_up, gate_bias=has_gate)
+    policy = make_policy(config.eviction, ffn.n_layers, ffn.n_neurons, config.window or max(1, k), prior)
+    return Window(pool, ffn.n_layers, ffn.n_neurons, capacity, policy, parts.up_bias, parts.gate_bias)
+
+
+def _sparse(
+    config: DaemonConfig,
+    parts: Parts,
+    predictor: Predictor,
+    window: Window,
+    prompt: PromptSource,
+    waits: StreamStats,
+) -> SparseFFN:
+    manifest = parts.manifest
+    return SparseFFN(
+        parts.store,
+        parts.lane,
+        predictor,
+        window,
+        manifest.model.activation,
+        prompt,
+        thresholds=manifest.thresholds,
+        prefetch=config.prefetch,
+        waits=waits,
+    )
+
+
+def _log(
+    config: DaemonConfig, parts: Parts, predictor: Predictor, allocation: Allocation, n_streamed: int
+) -> None:
+    ffn = parts.manifest.ffn
+    log.info(
+        "budget %.1f MB (%s), predictor %s %.1f MB; dense layers: %d in RAM, %d streamed",
+        allocation.budget_bytes / 1e6,
+        config.budget,
+        predictor.name,
+        predictor.nbytes / 1e6,
+        len(allocation.resident_layers),
+        n_streamed,
+    )
+    if allocation.n_rows:
+        rows = [rows for rows in allocation.capacity if rows]
+        log.info(
+            "window %s: %d rows of %d bytes (%.1f MB), the requests of %s steps; a layer keeps %d to %d rows "
+            "(%.1f to %.1f MB) of %d; prefetch %s",
+            config.eviction,
+            allocation.n_rows,
+            ffn.stride_bytes,
+            allocation.n_rows * ffn.stride_bytes / 1e6,
+            allocation.k or "less than one",
+            *(min(rows), max(rows)),
+            *(min(rows) * ffn.stride_bytes / 1e6, max(rows) * ffn.stride_bytes / 1e6),
+            ffn.n_neurons,
+            config.prefetch,
+        )
+
+
+def _biases(weights: dict[str, WeightArray], n_layers: int, part: str) -> list[F32Array | None]:
+    names = [f"layers.{i}.ffn.{part}.bias" for i in range(n_layers)]
+    return [as_f32(weights[name]) if name in weights else None for name in names]
