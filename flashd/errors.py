@@ -31,6 +31,10 @@ class OutOfSpaceError(ConversionError):
     """The disk is full, or would be before the conversion ends."""
 
 
+class CalibrationError(FlashdError):
+    """``flashd calibrate`` cannot calibrate this bundle with this text."""
+
+
 class BundleError(FlashdError):
     """A bundle directory is missing, incomplete, newer than this flashd, or malformed."""
 

@@ -79,6 +79,8 @@ def inspect(
 
 def inspect_rows(report: InspectReport) -> list[tuple[str, str]]:
     """What ``inspect`` found, as a table for people."""
+    from flashd.tools.calibrated import calibration_text
+
     rows = [
         ("model", f"{report.family}, {report.parameters / 1e6:,.1f} M parameters, {report.dtype}"),
         (
@@ -105,7 +107,7 @@ def inspect_rows(report: InspectReport) -> list[tuple[str, str]]:
     ]
     rows.append(("beside the weights", "KV cache, some 100 MiB for the daemon and its scratch"))
     rows += [
-        ("calibrated", _yes(report.calibrated)),
+        ("calibrated", calibration_text(report.calibration, report.calibration_problem, report.n_layers)),
         ("tokenizer", _yes(report.tokenizer)),
         ("chat template", _yes(report.chat_template)),
     ]

@@ -65,6 +65,7 @@ def doctor_rows(report: DoctorReport) -> list[tuple[str, str]]:
         ),
         ("native reads", "installed" if kernels.native_reads else "not installed"),
         ("bundle", _or_why(report, "bundle", report.bundle, _bundle_text, "none here")),
+        ("calibrated", report.bundle.calibration if report.bundle else "no bundle here"),
         ("device curve", _or_why(report, "curve", report.curve, _curve_text)),
     ]
     return _each_once(rows)

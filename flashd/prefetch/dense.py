@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,11 +31,23 @@ class DenseFFN:
     """``acc += act(x up^T [, x gate^T]) down`` for a slice of neurons.
 
     The kernels sum neurons in ascending order: how a layer is cut into slices does not show.
+
+    Args:
+        geometry: of the rows.
+        activation: of the hidden units.
+        observe: given the hidden values ``[tokens, n]`` of every slice before they are projected down; it
+            may change them.
     """
 
-    def __init__(self, geometry: FFNGeometry, activation: Activation) -> None:
+    def __init__(
+        self,
+        geometry: FFNGeometry,
+        activation: Activation,
+        observe: Callable[[F32Array], None] | None = None,
+    ) -> None:
         self._geometry = geometry
         self._activation = activation
+        self._observe = observe
 
     def add(self, weights: SliceWeights, x: F32Array, acc: F32Array, mask: BoolArray | None = None) -> None:
         """Add the slice's part of the FFN of ``x [tokens, d]`` to ``acc [tokens, d]``; where ``mask
@@ -52,4 +65,6 @@ class DenseFFN:
             mask=mask,
             threshold=weights.threshold,
         )
+        if self._observe is not None:
+            self._observe(hidden)
         kernels.ffn_down(*layout, hidden, acc)

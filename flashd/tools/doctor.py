@@ -34,6 +34,7 @@ from flashd.layout.manifest import BUNDLE, MANIFEST, RESIDENT, ZARR, Manifest
 from flashd.prefetch.stream import RING_BYTES
 from flashd.store.open import open_manifest
 from flashd.tools import host
+from flashd.tools.calibrated import calibration_facts, calibration_text
 from flashd.tools.doctor_advice import warnings_of
 from flashd.tools.doctor_facts import (
     NOT_WANTED,
@@ -169,7 +170,7 @@ def doctor(
         available_ram_bytes=facts.ask("available_ram_bytes", lambda: psutil.virtual_memory().available),
         transparent_hugepages=facts.ask("transparent_hugepages", host.transparent_hugepages),
         kernels=_kernels(),
-        bundle=None if manifest is None else bundle_facts(manifest, alignment),
+        bundle=None if manifest is None else _with_calibration(directory, manifest, alignment),
         curve=the_facts,
         unknown=facts.unknown,
         warnings=[],
@@ -340,6 +341,12 @@ def bundle_facts(manifest: Manifest, alignment: Alignment | None) -> BundleFacts
     else:
         how, scratch = "in place, without a copy", False
     return BundleFacts(manifest.store, stride, how, scratch, resident_bytes)
+
+
+def _with_calibration(directory: Path, manifest: Manifest, alignment: Alignment | None) -> BundleFacts:
+    facts, problem = calibration_facts(directory, manifest)
+    text = calibration_text(facts, problem, manifest.ffn.n_layers)
+    return replace(bundle_facts(manifest, alignment), calibration=text, calibration_problem=problem)
 
 
 def _kernels() -> KernelFacts:

@@ -99,6 +99,8 @@ def _bundle(report: DoctorReport) -> Iterator[str]:
             f"rows of {bundle.stride_bytes} bytes are read through scratch, with a copy, because this device "
             "wants another alignment; convert the model again on this file system"
         )
+    if bundle.calibration_problem:
+        yield f"the predictors can't be used: {bundle.calibration_problem}"
     room = [report.available_ram_bytes] if report.available_ram_bytes is not None else []
     for group in report.memory_limits or []:
         limit = group.limit_bytes if group.limit_bytes is not None else group.high_bytes

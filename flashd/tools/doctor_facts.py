@@ -73,6 +73,8 @@ class BundleFacts:
         through_scratch: whether they take a copy, because the stride is no multiple of the alignment;
             None if the alignment is unknown.
         resident_bytes: weights that must fit in RAM.
+        calibration: what ``flashd calibrate`` found out, in words.
+        calibration_problem: why that can't be used; empty if it can, or there is none.
     """
 
     store: str
@@ -80,6 +82,8 @@ class BundleFacts:
     layout_note: str
     through_scratch: bool | None
     resident_bytes: int
+    calibration: str = ""
+    calibration_problem: str = ""
 
 
 @dataclass(frozen=True)

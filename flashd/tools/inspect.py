@@ -10,8 +10,8 @@ from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.manifest import TOKENIZER, Manifest
 from flashd.prefetch.stream import RING_BYTES
 from flashd.store.open import open_manifest, resident_entries
+from flashd.tools.calibrated import CalibrationFacts, calibration_facts
 
-PREDICTORS = "predictors.safetensors"
 WINDOW_SHARES_PERCENT = (10, 25, 50)
 
 
@@ -37,7 +37,9 @@ class InspectReport:
         ram_dense_resident_bytes: everything in RAM.
         ram_dense_streamed_bytes: resident weights and the stream's buffers.
         ram_sparse_bytes: by share of the FFN rows that the window holds, in percent.
-        calibrated: whether predictors are there.
+        calibrated: whether there is a calibration that can be used.
+        calibration: facts about it.
+        calibration_problem: why one can't be used; empty without one.
         tokenizer, chat_template: whether the bundle has them.
         provenance: where the model came from.
     """
@@ -64,6 +66,8 @@ class InspectReport:
     ram_dense_streamed_bytes: int
     ram_sparse_bytes: dict[str, int]
     calibrated: bool
+    calibration: CalibrationFacts | None
+    calibration_problem: str
     tokenizer: bool
     chat_template: bool
     provenance: dict[str, str]
@@ -82,6 +86,7 @@ def inspect(directory: Path) -> InspectReport:
     ffn_bytes = ffn.n_layers * ffn.layer_bytes
     kv_bytes = kv_bytes_per_token(spec, "f16")
     streamed_bytes = resident_bytes + RING_BYTES
+    calibration, problem = calibration_facts(directory, manifest)
     return InspectReport(
         directory=str(directory),
         family=spec.family,
@@ -106,7 +111,9 @@ def inspect(directory: Path) -> InspectReport:
         ram_sparse_bytes={
             str(share): streamed_bytes + ffn_bytes * share // 100 for share in WINDOW_SHARES_PERCENT
         },
-        calibrated=(directory / PREDICTORS).is_file(),
+        calibrated=calibration is not None,
+        calibration=calibration,
+        calibration_problem=problem,
         tokenizer=any(entry.name == TOKENIZER for entry in manifest.files),
         chat_template=manifest.tokenizer is not None and bool(manifest.tokenizer.chat_template),
         provenance=dict(manifest.provenance),

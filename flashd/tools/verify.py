@@ -21,8 +21,9 @@ from flashd.errors import BundleCorruptError, BundleError, DiskReadError
 from flashd.layout.geometry import LAYER_ALIGN_BYTES
 from flashd.layout.manifest import BUNDLE, MANIFEST, SUMS, ZARR, FileEntry, Manifest
 from flashd.store.base import WeightStore
-from flashd.store.open import load_sums, read_manifest, size_problem
+from flashd.store.open import load_sums, open_predictors, read_manifest, size_problem
 from flashd.store.zarr_store import ZarrStore
+from flashd.tools.calibrated import CALIBRATION_FILES
 from flashd.types import U8Array, U32Array
 
 ProgressCall = Callable[[str, int, int], object]
@@ -121,6 +122,7 @@ class _Verifier:
         ):
             await self._check_zarr_rows()
         self._describe_bad_rows()
+        await asyncio.to_thread(self._check_predictors)
         report.seconds = time.perf_counter() - began_s
         return report
 
@@ -133,6 +135,16 @@ class _Verifier:
         except (BundleError, DiskReadError) as exc:
             self._report.problems.append(f"neuron rows cannot be checked: {exc}")
             return None
+
+    def _check_predictors(self) -> None:
+        """What calibration added: it has hashes of its own."""
+        try:
+            opened = open_predictors(self._directory, self._manifest)
+        except (BundleError, DiskReadError) as exc:
+            self._report.problems.append(str(exc))
+            return
+        if opened is not None:
+            self._report.checked_bytes += opened[0].predictors_bytes
 
     async def _check_file(self, entry: FileEntry) -> None:
         """SHA-256 of one file, and on the way the rows of ``ffn.bundle``."""
@@ -300,4 +312,5 @@ async def _read_ahead(engine: ReadEngine, ranges: Sequence[tuple[int, int]]) -> 
 def _unlisted(directory: Path, manifest: Manifest) -> list[str]:
     listed = {MANIFEST, *(entry.name for entry in manifest.files)}
     present = (path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-    return sorted(name for name in present if name not in listed)
+    strange = (name for name in present if name not in listed)
+    return sorted(name for name in strange if name.split("/")[0] not in CALIBRATION_FILES)

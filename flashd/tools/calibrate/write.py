@@ -23,6 +23,10 @@ from flashd.layout.safetensors_header import build_header
 from flashd.tools.convert.files import sync_path, write_durably
 from flashd.types import NUMPY_DTYPE, SAFETENSORS_DTYPE, WeightArray
 
+REPORT = "calibration.md"
+PLOT = "calibration.png"
+SCRATCH = ".calibrate.partial"
+
 
 def write_calibration(
     directory: Path, manifest: Manifest, calibration: Calibration, tensors: Mapping[str, WeightArray]

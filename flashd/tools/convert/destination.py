@@ -48,8 +48,12 @@ _OURS = {
     TOKENIZER,
     ZARR,
     PROGRESS,
-    "predictors.safetensors",  # written by calibration, present when an old bundle was swapped out
+    # Written by calibration, present when an old bundle was swapped out.
+    "predictors.safetensors",
     "calibration.json",
+    "calibration.md",
+    "calibration.png",
+    ".calibrate.partial",
 }
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100

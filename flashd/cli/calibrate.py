@@ -1,0 +1,157 @@
+"""``flashd calibrate``: flags, progress, and what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
+
+import typer
+
+from flashd.cli.daemon import JsonOption
+from flashd.cli.render import EXIT_INTERRUPTED, fail, note, paragraph, print_json, table
+from flashd.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from flashd.tools.calibrate.options import CalibrateProgress
+
+_PLAIN_INTERVAL_S = 10.0
+
+
+def calibrate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Bundle directory.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", show_default=False,
+                     help="UTF-8 text of the kind that the model will see; may be given several times."),
+    ] = None,
+    samples: Annotated[
+        int, typer.Option(help="Tokens of text to use; 0: by the model's size, 10,000 to 200,000.")
+    ] = 0,
+    predictor: Annotated[
+        str, typer.Option(help="low-rank is trained; gate keeps the gate projections in RAM and is exact.")
+    ] = "low-rank",
+    rank: Annotated[
+        int, typer.Option(help="Of every predictor; 0: the smallest of d/32 to d/4 that is good enough.")
+    ] = 0,
+    late_rank: Annotated[int, typer.Option(help="Of those of the last four layers; 0: as the others.")] = 0,
+    epochs: Annotated[int, typer.Option(help="Passes over the text; 0: two, more if it is short.")] = 0,
+    fn_target: Annotated[float, typer.Option(help="Share of firing neurons that may be missed.")] = 0.04,
+    fp_target: Annotated[
+        float, typer.Option(help="Share of the others requested in vain that is good enough.")
+    ] = 0.07,
+    max_requested: Annotated[
+        float, typer.Option(help="A layer that would request more than this share gets no mask.")
+    ] = 0.5,
+    no_lookahead: Annotated[
+        bool, typer.Option("--no-lookahead", help="Train no guesses at the next layer.")
+    ] = False,
+    sparsify: Annotated[
+        str, typer.Option(help="fatrelu: cut small activations; none: undo that; keep: leave it as it is.")
+    ] = "keep",
+    target: Annotated[float, typer.Option(help="Share of activations that fatrelu cuts.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Of training.")] = 0,
+    workers: Annotated[int, typer.Option(help="Layers trained at once; 0: one for each CPU.")] = 0,
+    as_json: JsonOption = False,
+) -> None:  # fmt: skip
+    """Find out which neurons fire on a text, and train predictors of that.
+
+    Runs the model over the text, streamed, so it may be larger than RAM; interrupted or killed, the same
+    command goes on from what is done. Predictors are written into the bundle, with a report (calibration.md).
+    """
+    from dataclasses import asdict
+
+    from flashd.tools.calibrate.options import CalibrateOptions
+    from flashd.tools.calibrate.run import calibrate as run
+    from flashd.tools.calibrate.run import remove_thresholds
+
+    options = CalibrateOptions(
+        samples=samples,
+        predictor=predictor,  # type: ignore[arg-type]  # checked there
+        rank=rank,
+        late_rank=late_rank,
+        epochs=epochs,
+        fn_target=fn_target,
+        fp_target=fp_target,
+        max_requested=max_requested,
+        lookahead=not no_lookahead,
+        sparsify=sparsify,  # type: ignore[arg-type]  # checked there
+        target=target,
+        seed=seed,
+        workers=workers,
+    )
+    if sparsify == "none":
+        undone = remove_thresholds(directory)
+        note("thresholds and predictors removed" if undone else "there were no thresholds to remove")
+        if not text:
+            return
+    if not text:
+        raise ConfigError("no text: give --text FILE, of the kind of text that the model will see")
+    try:
+        with _Bar() as bar:
+            report = run(directory, text, options, bar, note)
+    except KeyboardInterrupt:
+        fail("interrupted; the same command goes on from what is done", EXIT_INTERRUPTED)
+    from flashd.tools.calibrate.report import (
+        LAYER_COLUMNS,
+        layer_rows,
+        perplexity_text,
+        summary,
+        write_report,
+    )
+
+    files = write_report(report)
+    if as_json:
+        print_json(asdict(report))
+        return
+    table(LAYER_COLUMNS, layer_rows(report))
+    paragraph(summary(report))
+    paragraph(perplexity_text(report))
+    print(f"report: {', '.join(map(str, files))}")
+
+
+class _Bar:
+    """A bar for every phase on a terminal, elsewhere a line every ten seconds; on stderr."""
+
+    def __init__(self) -> None:
+        self._bar: Progress | None = None
+        self._tasks: dict[str, TaskID] = {}
+        self._phase = ""
+        self._next_line_s = 0.0
+
+    def __enter__(self) -> Self:
+        if sys.stderr.isatty():
+            from rich import progress
+            from rich.console import Console
+
+            self._bar = progress.Progress(
+                progress.TextColumn("{task.description}", markup=False),
+                progress.BarColumn(),
+                progress.MofNCompleteColumn(),
+                progress.TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+                console=Console(stderr=True),
+            )
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, state: CalibrateProgress) -> None:
+        if self._bar is not None:
+            label = f"{state.phase} ({state.unit})"
+            if label not in self._tasks:
+                self._tasks[label] = self._bar.add_task(label, total=state.total)
+            self._bar.update(self._tasks[label], completed=state.done, total=state.total)
+            return
+        now_s = time.monotonic()
+        if state.phase != self._phase or now_s >= self._next_line_s:
+            self._phase, self._next_line_s = state.phase, now_s + _PLAIN_INTERVAL_S
+            note(f"{state.phase}: {state.done} of {state.total} {state.unit}")
