@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from flashd import __version__
-from flashd.cli import bench, bundle, calibrate, daemon, doctor, talk
+from flashd.cli import bench, bundle, calibrate, daemon, doctor, reorder, talk
 from flashd.cli.render import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail
 from flashd.config import traceback_wanted
 from flashd.errors import ConfigError, FlashdError
@@ -28,6 +28,7 @@ app = typer.Typer(
 
 app.command()(bundle.convert)
 app.command()(calibrate.calibrate)
+app.command()(reorder.reorder)
 app.command()(bundle.inspect)
 app.command()(bundle.verify)
 app.command()(doctor.doctor)

@@ -73,8 +73,8 @@ class OverlapOptions:
     n_layers: int = 24
     n_neurons: int = 512
     requested: int = 32
-    steps: int = 8
-    rounds: int = 5
+    steps: int = 4
+    rounds: int = 12
     warm_up: int = 56
     threads: int = 0
     seed: int = 0
@@ -184,8 +184,9 @@ def _weights(spec: ModelSpec, rng: np.random.Generator) -> dict[str, WeightArray
     """Random resident tensors; all layers have the same, because only their size matters."""
 
     def matrix(rows: int) -> WeightArray:
-        values = rng.standard_normal((rows, spec.d_model), np.float32)
-        return (values * spec.d_model**-0.5).astype(np.float16)
+        values: F32Array = rng.standard_normal((rows, spec.d_model), np.float32)
+        values *= spec.d_model**-0.5
+        return values.astype(np.float16)
 
     ones = np.ones(spec.d_model, np.float32)
     layer = {f"attn.{part}.weight": matrix(spec.d_model) for part in "qkvo"}
