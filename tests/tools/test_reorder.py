@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
+from flashd.disk.buffers import aligned_empty
 from flashd.errors import CalibrationError, ConfigError, ConversionError
 from flashd.layout.calibration import Calibration, LayerCalibration, tensor_shapes
 from flashd.layout.manifest import MANIFEST, TOKENIZER, Manifest, to_json
@@ -138,7 +139,7 @@ def sparse_bundle(path: Path, store: str = "file", family: str = "opt", calibrat
 async def rows_of(path: Path, layer: int) -> U8Array:
     manifest = open_manifest(path)
     store = await open_store(path, manifest)
-    rows = np.empty((manifest.ffn.n_neurons, manifest.ffn.stride_bytes), np.uint8)
+    rows = aligned_empty(manifest.ffn.layer_bytes).reshape(manifest.ffn.n_neurons, -1)
     await store.read_rows(layer, np.arange(len(rows)), rows)
     await store.close()
     return rows
