@@ -107,10 +107,12 @@ class StoreStats:
 
 @dataclass
 class StreamStats:
-    """What the streaming scheduler saw: time its consumer waited for flash."""
+    """What the streaming scheduler saw: time its consumer waited for flash, slices computed, and how many of
+    these were read in part."""
 
     wait_ns: int = 0
     slices: int = 0
+    partial_slices: int = 0
 
 
 @dataclass
@@ -148,10 +150,14 @@ class SparseStats:
 
 @dataclass
 class LaneStats:
-    """Time the compute lane spent in kernels and in moving rows about (window and KV upkeep)."""
+    """Time the compute lane spent in kernels and in moving rows about (window and KV upkeep).
+
+    ``attention_ns`` is the part of ``compute_ns`` that grows with the KV cache.
+    """
 
     compute_ns: int = 0
     memory_ns: int = 0
+    attention_ns: int = 0
 
 
 @dataclass

@@ -94,7 +94,7 @@ def bench_io(
     given = {
         "sizes_bytes": None if size is None else tuple(map(parse_size, _items("--size", size))),
         "depths": _numbers("--depth", depth, "reads such as 64"),
-        "engines": _names("--engine", engine),
+        "engines": parse_names("--engine", engine),
         "rounds": rounds,
         "seconds": seconds,
     }
@@ -105,7 +105,7 @@ def bench_io(
     with ExitStack() as stack:
         bytes_read = stack.enter_context(ByteProgress())
         # The bar ends with the first pass: drawing would take CPU time from what is measured.
-        countdown = _Countdown(begins=stack.close)
+        countdown = Countdown(begins=stack.close)
         report = io.bench_io([directory, *(also or [])], options, bytes_read, countdown)
     for text in report.notes:
         note(text)
@@ -163,8 +163,8 @@ def bench_kernels(
     from flashd.tools.bench.kernels.run import bench_kernels as run
 
     options = KernelOptions(
-        verbs=_names("--verb", verb),
-        dtypes=_names("--dtype", dtype),
+        verbs=parse_names("--verb", verb),
+        dtypes=parse_names("--dtype", dtype),
         batches=_numbers("--batch", batch, "sequences such as 4"),
         rounds=rounds if rounds is not None else 1 if quick else 5,
         threads=threads,
@@ -172,7 +172,7 @@ def bench_kernels(
         torch=not no_torch,
     )
     times = f"{options.rounds} round{'s' * (options.rounds > 1)}"
-    report = run(options, _Countdown(lambda: note(f"measuring, {times}; leave the machine alone meanwhile")))
+    report = run(options, Countdown(lambda: note(f"measuring, {times}; leave the machine alone meanwhile")))
     for text in report.notes:
         note(text)
     if as_json:
@@ -181,7 +181,7 @@ def bench_kernels(
         print_kernels(report)
 
 
-class _Countdown:
+class Countdown:
     """Says on stderr now and then how many measurements are still to come."""
 
     def __init__(self, begins: Callable[[], None] = lambda: None) -> None:
@@ -189,6 +189,7 @@ class _Countdown:
         self._start_s = self._said_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
+        """``done`` of ``total`` are measured; 0 starts the clock."""
         now_s = time.monotonic()
         if not done:
             self._begins()
@@ -215,7 +216,8 @@ def _items(option: str, given: Sequence[str]) -> list[str]:
     return items
 
 
-def _names(option: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+def parse_names(option: str, given: Sequence[str] | None) -> tuple[str, ...] | None:
+    """Values of an option that may be repeated and may hold commas; None if it is not given."""
     return None if given is None else tuple(_items(option, given))
 
 

@@ -99,6 +99,7 @@ PrefetchOption = Annotated[
         help=_about("prefetch", f"Reading ahead on a guess: {', '.join(PREFETCH)} (auto: while it pays)")
     ),
 ]
+KvOption = Annotated[str | None, typer.Option(help=_about("kv_dtype", f"KV cache: {', '.join(KV_DTYPES)}"))]
 
 
 def start(
@@ -121,9 +122,7 @@ def start(
     eviction: EvictionOption = None,
     window: WindowOption = None,
     prefetch: PrefetchOption = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help=_about("kv_dtype", f"KV cache: {', '.join(KV_DTYPES)}"))
-    ] = None,
+    kv_dtype: KvOption = None,
     max_sessions: Annotated[
         int | None, typer.Option(help=_about("max_sessions", "Sequences decoded together, 1 to 16"))
     ] = None,

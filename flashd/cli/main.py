@@ -9,7 +9,19 @@ from typing import Annotated, Any
 import typer
 
 from flashd import __version__
-from flashd.cli import bench, bundle, calibrate, daemon, doctor, reorder, talk
+from flashd.cli import (
+    bench,
+    bench_token,
+    bundle,
+    calibrate,
+    daemon,
+    doctor,
+    evaluate,
+    reorder,
+    steady,
+    synth,
+    talk,
+)
 from flashd.cli.render import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail
 from flashd.config import traceback_wanted
 from flashd.errors import ConfigError, FlashdError
@@ -31,7 +43,11 @@ app.command()(calibrate.calibrate)
 app.command()(reorder.reorder)
 app.command()(bundle.inspect)
 app.command()(bundle.verify)
+app.command("eval")(evaluate.evaluate)
+app.command()(synth.synth)
 app.command()(doctor.doctor)
+bench.bench.command("steady")(steady.steady)
+bench.bench.command("token")(bench_token.bench_token)
 app.add_typer(bench.bench)
 app.command()(daemon.start)
 app.command()(daemon.ps)

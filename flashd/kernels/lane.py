@@ -82,6 +82,15 @@ class ComputeLane:
             self.stats.memory_ns += spent_ns
             self.stats.compute_ns -= spent_ns
 
+    @contextmanager
+    def attention_work(self) -> Iterator[None]:
+        """Inside a compute call on the lane: count this part of it as attention over the KV cache, too."""
+        start_ns = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            self.stats.attention_ns += time.perf_counter_ns() - start_ns
+
     def close(self) -> None:
         """Finish what was submitted, then end the thread. Blocks until then. Idempotent."""
         if not self._closed:

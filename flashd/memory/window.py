@@ -95,6 +95,44 @@ class Window:
             self._n_guessed[layer] -= used
         return self.row_of[layer][ids], used
 
+    def remember(self, layer: int, tail: BoolArray, step: int) -> tuple[I64Array, I64Array]:
+        """Count what a prompt's last tokens requested, the last one at ``step`` and each before it a step
+        earlier, and take rows for what is worth having one for: the layer is within its capacity again.
+
+        Args:
+            layer: layer index.
+            tail: ``[tokens, n_neurons]``, which token requested which neuron.
+            step: never less than before.
+
+        Returns:
+            Neurons without a row so far, ascending, and their new rows: in flight until they are settled
+            or dropped.
+        """
+        self.step = step
+        ids = np.flatnonzero(tail.any(axis=0))
+        age = tail[::-1, ids].argmax(axis=0)
+        last = self._last[layer]
+        last[ids] = np.maximum(last[ids], step - age)
+        if type(self.policy).requested is not EvictionPolicy.requested:
+            for token in tail:
+                self.policy.requested(layer, np.flatnonzero(token), step)
+        self._guessed[layer, ids] = False
+        self._n_guessed[layer] = int(np.count_nonzero(self._guessed[layer]))
+        there = self._evictable(layer, requested_now=True)
+        new = ids[self.row_of[layer][ids] < 0]
+        both = np.concatenate([new, there])
+        expired = self.policy.expired(last[both], step)
+        value = self.policy.value(layer, both, last[both])
+        best = np.argsort(value, kind="stable")[::-1]  # of equals, what is there
+        if expired is not None:
+            best = best[~expired[best]]
+        best = best[: max(0, self.capacity[layer] - self.n_in_flight[layer])]
+        stays = np.zeros(len(both), np.bool_)
+        stays[best] = True
+        self._evict(layer, there[~stays[len(new) :]])
+        taken = np.sort(both[best[best < len(new)]][: self.pool.n_free])
+        return taken, self.insert(layer, taken)
+
     def make_room(self, layer: int, n_new: int) -> None:
         """Evict what has expired, and what must go so that ``n_new`` rows fit into the layer's capacity:
         of those that were not requested at this step, as far as they reach."""

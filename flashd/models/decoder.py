@@ -174,7 +174,8 @@ class Decoder:
             with self._lane.memory_work():
                 span.kv.append(index, k[rows], v[rows])
             length = span.kv.length + len(span.tokens)
-            kernels.attention(q[rows], *span.kv.view(index), length, self._scale, mixed[rows])
+            with self._lane.attention_work():
+                kernels.attention(q[rows], *span.kv.view(index), length, self._scale, mixed[rows])
         state.x = state.x + layer.o(mixed.reshape(tokens, -1))
         if spec.norm_first:
             return layer.ffn_norm(state.x)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashd import kernels
-from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, U8Array
+from flashd.types import Activation, BoolArray, DType, F32Array, FFNGeometry, I64Array, U8Array
 
 
 @dataclass(frozen=True)
@@ -52,19 +52,41 @@ class DenseFFN:
     def add(self, weights: SliceWeights, x: F32Array, acc: F32Array, mask: BoolArray | None = None) -> None:
         """Add the slice's part of the FFN of ``x [tokens, d]`` to ``acc [tokens, d]``; where ``mask
         [tokens, n]`` is given and False, a token does not use a neuron."""
-        geometry = self._geometry
-        layout = (weights.rows, geometry.dtype, geometry.d_model, geometry.gated)
-        hidden = np.empty((len(x), len(weights.rows)), np.float32)
+        hidden = self.dots(weights, x, mask)
+        if self._observe is not None:
+            self._observe(hidden)
+        self.down(weights, hidden, acc)
+
+    def dots(
+        self,
+        weights: SliceWeights,
+        x: F32Array,
+        mask: BoolArray | None = None,
+        index: I64Array | None = None,
+    ) -> F32Array:
+        """Hidden activations ``[tokens, n]`` of the slice's neurons, or ``[tokens, m]`` of the rows that
+        ``index [m]`` lists; ``mask`` has as many columns."""
+        count = len(weights.rows) if index is None else len(index)
+        hidden = np.empty((len(x), count), np.float32)
         kernels.ffn_dots(
-            *layout,
+            *self._layout(weights),
             self._activation,
             x,
             hidden,
             weights.up_bias,
             weights.gate_bias,
+            index=index,
             mask=mask,
             threshold=weights.threshold,
         )
-        if self._observe is not None:
-            self._observe(hidden)
-        kernels.ffn_down(*layout, hidden, acc)
+        return hidden
+
+    def down(
+        self, weights: SliceWeights, hidden: F32Array, acc: F32Array, index: I64Array | None = None
+    ) -> None:
+        """Add the down projection of ``hidden``, as ``dots`` made it, to ``acc [tokens, d]``."""
+        kernels.ffn_down(*self._layout(weights), hidden, acc, index)
+
+    def _layout(self, weights: SliceWeights) -> tuple[U8Array, DType, int, bool]:
+        geometry = self._geometry
+        return weights.rows, geometry.dtype, geometry.d_model, geometry.gated

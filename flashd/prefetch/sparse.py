@@ -169,6 +169,7 @@ class SparseFFN:
         began_ns = time.perf_counter_ns()
         made = x()
         if len(made) > MAX_BATCH:
+            self._settle()
             return made
         made = np.ascontiguousarray(made, np.float32)
         ids, mask = self._predictor.predict(layer, made)
@@ -217,7 +218,7 @@ class SparseFFN:
         if self._current is not None:
             window.trim(self._current)
         if layer == self._first or layer <= (self._current or 0):
-            self._step += 1
+            self._step = max(self._step, window.step) + 1  # a prompt counts as steps, too
             stats.passes += 1
         self._number, self._current = self._number + 1, layer
         rows, from_guess = window.request(layer, ids, self._step)

@@ -15,30 +15,69 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from flashd.config import MAX_BATCH
 from flashd.disk.buffers import aligned_empty
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.geometry import LAYER_ALIGN_BYTES, MIN_STRIDE_ALIGN_BYTES, round_up
 from flashd.prefetch.dense import DenseFFN, SliceWeights
 from flashd.stats import StreamStats
 from flashd.store.base import WeightStore
-from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, U8Array
+from flashd.types import Activation, BoolArray, F32Array, FFNGeometry, I64Array, U8Array
 
 RING_BYTES = 16 << 20
 RING_BUFFERS = 4
 _ROWS_PER_ALIGNED_GROUP = LAYER_ALIGN_BYTES // MIN_STRIDE_ALIGN_BYTES
 
 
+class LayerJob:
+    """What is read and computed of the slices of one layer: here, all of it.
+
+    Args:
+        dense: the math.
+        mask: ``bool[tokens, n_neurons]``, which token uses which neuron; None: all are used.
+    """
+
+    def __init__(self, dense: DenseFFN, mask: BoolArray | None) -> None:
+        self._dense = dense
+        self._mask = mask
+
+    def picks(self, start: int, stop: int) -> I64Array | None:
+        """Neurons to read of a slice that is not in the ring yet, ascending; None: all of it."""
+        return None
+
+    def compute(self, piece: Slice, weights: SliceWeights, x: F32Array, acc: F32Array) -> None:
+        """Add a slice, in ascending order, to ``acc [tokens, d]``; on the lane."""
+        where = slice(piece.start, piece.start + len(piece.rows))
+        used = None if self._mask is None else np.ascontiguousarray(self._mask[:, where])
+        self._dense.add(weights, x, acc, used)
+
+
+# What to do with a layer, given its FFN input; called on the lane.
+Plan = Callable[[F32Array], LayerJob]
+
+
 @dataclass(frozen=True)
-class _Slice:
-    """A buffer of the ring, and the read that fills it with neurons of one layer."""
+class Slice:
+    """A buffer of the ring, and the read that fills it with neurons of one layer.
+
+    Attributes:
+        layer: layer index.
+        start: first neuron.
+        rows: ``[n, stride_bytes]``, neuron ``start + i`` in row ``i``.
+        whole: whether all rows are read, or only those that the job has picked.
+        buffer: the memory.
+        read: the read.
+    """
 
     layer: int
     start: int
     rows: U8Array
+    whole: bool
     buffer: U8Array
     read: asyncio.Task[None]
 
@@ -49,6 +88,7 @@ class StreamingFFN:
     Attributes:
         layers: those that are read ahead, ascending; others are read when they are asked for. May be
             changed between two calls.
+        ahead: other layers that are read ahead up to the end of this pass, ascending: what a plan expects.
         stats: time that computing waited for flash, and slices computed.
         slice_rows: neurons per slice.
         ring_bytes: memory of the buffers.
@@ -65,6 +105,7 @@ class StreamingFFN:
         *,
         thresholds: Sequence[float] = (),
         layers: Sequence[int] | None = None,
+        dense: DenseFFN | None = None,
         stats: StreamStats | None = None,
         ring_bytes: int | None = None,
         n_buffers: int = RING_BUFFERS,
@@ -78,11 +119,12 @@ class StreamingFFN:
         gate_bias: per layer ``[n_neurons]`` or None.
         thresholds: per layer, activations up to it count as zero; empty: 0 for all.
         layers: those to read ahead; None: all.
+        dense: the math of a slice; None: ``DenseFFN``.
         stats: counts the time that computing waits for flash, and slices.
         ring_bytes: memory for buffers. A slice is ``ring_bytes / n_buffers`` at most; None: what
             ``ring_slice_rows`` says.
         n_buffers: slices that are read or computed at the same time, at least 2.
-        observe: see ``DenseFFN``; slices come in ascending order.
+        observe: as for ``DenseFFN``, where no ``dense`` is given; slices come in ascending order.
         """
         geometry = store.geometry
         if n_buffers < 2 or (ring_bytes is not None and ring_bytes < n_buffers * geometry.stride_bytes):
@@ -91,6 +133,7 @@ class StreamingFFN:
             raise ValueError(f"{len(up_bias)} and {len(gate_bias)} biases for {geometry.n_layers} layers")
         self.stats = stats or StreamStats()
         self.layers = tuple(range(geometry.n_layers) if layers is None else layers)
+        self.ahead: tuple[int, ...] = ()
         if ring_bytes is None:
             self.slice_rows = ring_slice_rows(geometry)
         else:
@@ -104,14 +147,15 @@ class StreamingFFN:
         self.why_unregistered = store.register(self._ring_memory)
         self._store = store
         self._lane = lane
-        self._dense = DenseFFN(geometry, activation, observe)
+        self._dense = dense or DenseFFN(geometry, activation, observe)
         self._up_bias = list(up_bias)
         self._gate_bias = list(gate_bias)
         self._thresholds = list(thresholds) or [0.0] * geometry.n_layers
-        self._ring: deque[_Slice] = deque()  # in the order of reading and of computing
+        self._ring: deque[Slice] = deque()  # in the order of reading and of computing
         # Layer and first neuron of the slice to read next; none where no layer is read ahead.
         self._next: tuple[int, int] | None = (0, 0)
-        self._broken = False  # a read failed: what the ring holds is of no use
+        self._job: tuple[int, LayerJob] | None = None  # of the layer that is being computed
+        self._broken = False  # what the ring holds is of no use, e.g. because a read failed
         self._computing: asyncio.Task[None] | None = None
         self._closed = False
         self._lock = asyncio.Lock()
@@ -120,7 +164,9 @@ class StreamingFFN:
         self,
         layer: int,
         x: Callable[[], F32Array],
-        mask: Callable[[F32Array], BoolArray] | None = None,
+        mask: Callable[[F32Array], BoolArray | None] | None = None,
+        *,
+        plan: Plan | None = None,
     ) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``. Any layer may be asked for; ascending order is fast.
 
@@ -130,7 +176,9 @@ class StreamingFFN:
             layer: as for ``FFNSource.apply``.
             x: likewise.
             mask: called with the input on the lane, in the same call: ``bool[tokens, n_neurons]``, which
-                token uses which neuron. None: all are used.
+                token uses which neuron. None, or None as its result: all are used.
+            plan: called instead of ``mask``: which slices are not read whole, too. What has been read ahead
+                has been read whole.
 
         Raises:
             BundleCorruptError, DiskReadError: a row could not be read.
@@ -141,26 +189,41 @@ class StreamingFFN:
             raise ValueError("the streaming source is closed")
         if not 0 <= layer < geometry.n_layers:
             raise ValueError(f"layer {layer}, expected 0 to {geometry.n_layers - 1}")
+        if plan is None:
+            plan = partial(self._plan, mask)
         async with self._lock:
-            await self._seek(layer)
-            made, used = await self._lane.run(self._input, x, mask)
-            acc = np.zeros(made.shape, np.float32)
-            for _ in range(0, geometry.n_neurons, self.slice_rows):
-                await self._arrived(self._ring[0])
-                await self._compute(self._ring[0], made, acc, used)
-                self._free.append(self._ring.popleft().buffer)
-                self._read_ahead()
+            if layer in self.layers:
+                await self._seek(layer)
+            made, job = await self._lane.run(self._input, x, plan)
+            self._job = layer, job
+            try:
+                await self._seek(layer)
+                acc = np.zeros(made.shape, np.float32)
+                for _ in range(0, geometry.n_neurons, self.slice_rows):
+                    await self._arrived(self._ring[0])
+                    await self._compute(self._ring[0], job, made, acc)
+                    self._free.append(self._ring.popleft().buffer)
+                    self._read_ahead()
+            except BaseException:
+                # What was read in part is of no use to another job.
+                self._broken |= not all(piece.whole for piece in self._ring)
+                raise
+            finally:
+                self._job = None
         return lambda: acc
 
-    def _input(
-        self, x: Callable[[], F32Array], mask: Callable[[F32Array], BoolArray] | None
-    ) -> tuple[F32Array, BoolArray | None]:
-        """The FFN's input and mask; on the lane."""
+    def _plan(self, mask: Callable[[F32Array], BoolArray | None] | None, x: F32Array) -> LayerJob:
+        return LayerJob(self._dense, None if mask is None else mask(x))
+
+    def _input(self, x: Callable[[], F32Array], plan: Plan) -> tuple[F32Array, LayerJob]:
+        """The FFN's input and what to do with it; on the lane."""
         made, d = x(), self._store.geometry.d_model
         if made.ndim != 2 or made.shape[1] != d:
             raise ValueError(f"x is {list(made.shape)}, expected [tokens, {d}]")
         made = np.ascontiguousarray(made, dtype=np.float32)
-        return made, None if mask is None else mask(made)
+        if len(made) <= MAX_BATCH:  # a prompt that was given up may have left them
+            self.ahead = ()
+        return made, plan(made)
 
     async def close(self) -> None:
         """Wait for reads and math in flight, then drop the buffers. Idempotent."""
@@ -203,16 +266,22 @@ class StreamingFFN:
             buffer = self._free.pop()
             count = stop - start
             rows = buffer[: count * geometry.stride_bytes].reshape(count, geometry.stride_bytes)
-            read = asyncio.create_task(self._store.read_range(layer, start, stop, rows))
-            self._ring.append(_Slice(layer, start, rows, buffer, read))
+            job = self._job[1] if self._job is not None and self._job[0] == layer else None
+            picks = None if job is None else job.picks(start, stop)
+            read = asyncio.create_task(
+                self._store.read_range(layer, start, stop, rows)
+                if picks is None
+                else _read_rows(self._store, layer, picks, rows, start)
+            )
+            self._ring.append(Slice(layer, start, rows, picks is None, buffer, read))
             self._next = self._after(layer) if stop == geometry.n_neurons else (layer, stop)
 
     def _after(self, layer: int) -> tuple[int, int] | None:
         """Where to read on after a layer."""
-        following = [i for i in self.layers if i > layer] or self.layers
-        return (following[0], 0) if following else None
+        following = [i for i in (*self.layers, *self.ahead) if i > layer] or self.layers
+        return (min(following), 0) if following else None
 
-    async def _arrived(self, piece: _Slice) -> None:
+    async def _arrived(self, piece: Slice) -> None:
         """Wait for a slice's read. Cancelling the wait leaves the read alone."""
         if not piece.read.done():
             waiting_since_ns = time.perf_counter_ns()
@@ -226,7 +295,7 @@ class StreamingFFN:
             self._broken = True
             raise
 
-    async def _compute(self, piece: _Slice, x: F32Array, acc: F32Array, mask: BoolArray | None) -> None:
+    async def _compute(self, piece: Slice, job: LayerJob, x: F32Array, acc: F32Array) -> None:
         """Run a slice on the lane, which goes on when the wait is cancelled: ``_drain`` and the
         lane's order keep the buffer from being read into meanwhile."""
         where = slice(piece.start, piece.start + len(piece.rows))
@@ -237,15 +306,20 @@ class StreamingFFN:
             None if gate is None else gate[where],
             self._thresholds[piece.layer],
         )
-        used = None if mask is None else np.ascontiguousarray(mask[:, where])
-        self._computing = asyncio.create_task(_run(self._lane, self._dense.add, weights, x, acc, used))
+        self._computing = asyncio.create_task(_run(self._lane, job.compute, piece, weights, x, acc))
         await asyncio.shield(self._computing)
         self._computing = None
         self.stats.slices += 1
+        self.stats.partial_slices += not piece.whole
 
 
 async def _run(lane: ComputeLane, fn: Any, *args: Any) -> None:
     await lane.run(fn, *args)
+
+
+async def _read_rows(store: WeightStore, layer: int, ids: I64Array, rows: U8Array, start: int) -> None:
+    if len(ids):
+        await store.read_rows(layer, ids, rows, ids - start)
 
 
 def ring_slice_rows(geometry: FFNGeometry) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from flashd import kernels
@@ -17,6 +18,7 @@ from flashd.runtime.ffn import BuiltFFN, build_ffn
 from flashd.runtime.tokenizer import Tokenizer
 from flashd.store.metered import MeteredStore
 from flashd.store.open import load_resident, open_manifest, open_store
+from flashd.types import FFNSource, WeightArray
 
 log = logging.getLogger("flashd.build")
 
@@ -40,6 +42,23 @@ class Runtime:
         self.lane.close()
 
 
+@dataclass
+class Opened:
+    """What a model is made of, before anything is built from it.
+
+    Attributes:
+        manifest: of the bundle.
+        weights: resident tensors by name.
+        tokenizer: None for a model without.
+        store: where the FFN's rows are.
+    """
+
+    manifest: Manifest
+    weights: dict[str, WeightArray]
+    tokenizer: Tokenizer | None
+    store: MeteredStore
+
+
 async def build(config: DaemonConfig) -> Runtime:
     """Open a bundle and load what stays in RAM.
 
@@ -48,7 +67,11 @@ async def build(config: DaemonConfig) -> Runtime:
         ConfigError: the budget is too small.
         TokenizerError: its tokenizer or chat template is unusable.
     """
-    kernels.set_threads(_threads(config.threads))
+    return await assemble(config, await open_bundle(config))
+
+
+async def open_bundle(config: DaemonConfig) -> Opened:
+    """Open a bundle's rows, and load its resident weights and tokenizer; errors as ``build``."""
     directory = config.model_dir
     manifest = await in_thread(open_manifest, directory)
     weights = await in_thread(load_resident, directory, manifest)
@@ -56,6 +79,24 @@ async def build(config: DaemonConfig) -> Runtime:
     if manifest.tokenizer is not None and any(f.name == TOKENIZER for f in manifest.files):
         tokenizer = await in_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
     store = await open_store(directory, manifest, config.backend, verify=config.verify)
+    return Opened(manifest, weights, tokenizer, store)
+
+
+async def assemble(
+    config: DaemonConfig, opened: Opened, around: Callable[[BuiltFFN], FFNSource] | None = None
+) -> Runtime:
+    """Wire a model that is open.
+
+    Args:
+        config: all settings.
+        opened: its parts; the store is closed with the runtime, and if this fails.
+        around: what the decoder shall use in the place of the FFN's source, made from it.
+
+    Raises:
+        BundleError, ConfigError: as ``build``.
+    """
+    kernels.set_threads(_threads(config.threads))
+    manifest, weights, tokenizer, store = opened.manifest, opened.weights, opened.tokenizer, opened.store
     lane = ComputeLane()
     spec = manifest.model
     try:
@@ -64,7 +105,7 @@ async def build(config: DaemonConfig) -> Runtime:
         await store.close()
         lane.close()
         raise
-    decoder = Decoder(spec, weights, ffn.source, lane)
+    decoder = Decoder(spec, weights, ffn.source if around is None else around(ffn), lane)
     engine = Engine(
         decoder,
         tokenizer,
@@ -78,7 +119,7 @@ async def build(config: DaemonConfig) -> Runtime:
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     log.info(
         "loaded %s: %d layers, %s, resident %.1f MB, FFN %.1f MB through %s",
-        directory.name,
+        config.model_dir.name,
         spec.n_layers,
         manifest.dtype,
         resident_bytes / 1e6,

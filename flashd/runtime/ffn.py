@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 
 from flashd.config import DaemonConfig
+from flashd.disk.curve import load_curve
 from flashd.disk.slabs import SlabBuffer
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.calibration import Calibration, LayerCalibration
@@ -23,7 +24,9 @@ from flashd.predictor.base import Predictor
 from flashd.predictor.every import AllPredictor
 from flashd.predictor.open import make_predictor
 from flashd.predictor.oracle import OraclePredictor
+from flashd.prefetch.dense import DenseFFN
 from flashd.prefetch.hybrid import HybridFFN, MaskedPrompt
+from flashd.prefetch.prompt import PromptFFN, ReadCosts
 from flashd.prefetch.resident import ResidentFFN
 from flashd.prefetch.sparse import PromptSource, SparseFFN
 from flashd.prefetch.stream import RING_BUFFERS, StreamingFFN, ring_slice_rows
@@ -187,7 +190,8 @@ async def _from_flash(
         memory.resize(nbytes)
         rows = memory.memory.reshape(-1, ffn.stride_bytes)
         window = _window(config, parts, rows, allocation.capacity, prior, allocation.k)
-        sparse = _sparse(config, parts, predictor, window, MaskedPrompt(stream, predictor), waits)
+        prompt = _prompt(config, parts, predictor, window, stream)
+        sparse = _sparse(config, parts, predictor, window, prompt, waits)
     _log(config, parts, predictor, allocation, len(streamed))
     if parts.store.reason:
         buffers = stream.why_unregistered or "registered with the kernel" if stream else "none"
@@ -211,6 +215,17 @@ def _streaming(parts: Parts, layers: Sequence[int], waits: StreamStats) -> Strea
         layers=layers,
         stats=waits,
     )
+
+
+def _prompt(
+    config: DaemonConfig, parts: Parts, predictor: Predictor, window: Window, stream: StreamingFFN
+) -> PromptFFN:
+    geometry = parts.manifest.ffn
+    engine = parts.store.name.rpartition("/")[2]
+    packed = engine in ("decoded", "generic")  # ways of a zarr store without an engine
+    costs = ReadCosts.of_packed() if packed else ReadCosts.of(load_curve(config.model_dir, engine))
+    dense = DenseFFN(geometry, parts.manifest.model.activation)
+    return PromptFFN(stream, parts.lane, predictor, window, dense, geometry, costs)
 
 
 def _resident(parts: Parts, store: InMemoryStore, waits: StreamStats) -> ResidentFFN:

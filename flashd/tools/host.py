@@ -130,7 +130,7 @@ def locked_memory(root: Path = _ROOT) -> LockedMemory:
 def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
     """Every cgroup from this process's own upwards that limits memory, v2 and v1."""
     found = []
-    for version, mount, path in _memory_cgroups(root):
+    for version, mount, path in memory_cgroups(root):
         # In a container the path may not exist below the mount; the mount's root then is our cgroup.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts), -1, -1):
@@ -141,7 +141,7 @@ def memory_limits(root: Path = _ROOT) -> list[MemoryLimit]:
     return found
 
 
-def _memory_cgroups(root: Path) -> Iterator[tuple[int, Path, str]]:
+def memory_cgroups(root: Path = _ROOT) -> Iterator[tuple[int, Path, str]]:
     """(version, mount, path below it) of the hierarchies that may limit this process's memory."""
     mounts: dict[int, Path] = {}
     for line in (root / "proc/self/mountinfo").read_text().splitlines():

@@ -355,7 +355,7 @@ def test_time_is_estimated_when_something_is_known(
 ) -> None:
     now_s = [0.0]
     monkeypatch.setattr(bench.time, "monotonic", lambda: now_s[0])
-    countdown = bench._Countdown()
+    countdown = bench.Countdown()
     for done in range(7):
         countdown(done, 60)
         now_s[0] += 11

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -47,6 +47,22 @@ OnProgress = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
+class Extras:
+    """What a bundle gets beside what its checkpoint says.
+
+    Attributes:
+        provenance: more of it.
+        extra_bytes: room that ``finish`` needs.
+        finish: writes further files into the directory of the bundle, whose manifest is complete and not
+            yet there; durably.
+    """
+
+    provenance: dict[str, str] = field(default_factory=dict)
+    extra_bytes: int = 0
+    finish: Callable[[Path, Manifest], None] | None = None
+
+
+@dataclass(frozen=True)
 class _Job:
     """Everything that is decided before the first byte is written."""
 
@@ -57,6 +73,7 @@ class _Job:
     layout: ResidentLayout
     tokenizer: Tokenizer
     fingerprint: str
+    extras: Extras
 
     @property
     def total_bytes(self) -> int:
@@ -94,18 +111,32 @@ def convert(
         TokenizerError: there is a tokenizer that cannot be used.
     """
     options = options or ConvertOptions()
-    _check_choice("dtype", options.dtype, ("auto", *DTYPES))
-    _check_choice("store", options.store, ("file", "zarr"))
+    _check_options(options)
     with _system_errors(source):
         check_place(dest, options.overwrite)
         checkpoint = open_checkpoint(source)
         try:
-            job = _plan_job(checkpoint, options, dest)
-            with Destination(dest, job.fingerprint, options.overwrite, note or _ignore) as out:
-                manifest = out.finished or _Run(job, out, progress or _ignore).write()
-                out.publish(manifest)
+            return convert_checkpoint(checkpoint, dest, options, progress, note)
         finally:
             checkpoint.source.close()
+
+
+def convert_checkpoint(
+    checkpoint: Checkpoint,
+    dest: Path,
+    options: ConvertOptions,
+    progress: OnProgress | None = None,
+    note: Callable[[str], None] | None = None,
+    extras: Extras | None = None,
+) -> Manifest:
+    """``convert`` of a checkpoint that is open already, and stays so."""
+    _check_options(options)
+    with _system_errors(checkpoint.where):
+        check_place(dest, options.overwrite)
+        job = _plan_job(checkpoint, options, dest, extras or Extras())
+        with Destination(dest, job.fingerprint, options.overwrite, note or _ignore) as out:
+            manifest = out.finished or _Run(job, out, progress or _ignore).write()
+            out.publish(manifest)
     return manifest
 
 
@@ -131,12 +162,17 @@ def _system_errors(source: Path) -> Iterator[None]:
         ) from exc
 
 
+def _check_options(options: ConvertOptions) -> None:
+    _check_choice("dtype", options.dtype, ("auto", *DTYPES))
+    _check_choice("store", options.store, ("file", "zarr"))
+
+
 def _check_choice(what: str, got: str, known: tuple[str, ...]) -> None:
     if got not in known:
         raise ConversionError(f"unknown {what} {got!r}; known: {', '.join(known)}")
 
 
-def _plan_job(checkpoint: Checkpoint, options: ConvertOptions, dest: Path) -> _Job:
+def _plan_job(checkpoint: Checkpoint, options: ConvertOptions, dest: Path, extras: Extras) -> _Job:
     dtype = bundle_dtype(checkpoint) if options.dtype == "auto" else options.dtype
     geometry = ffn_geometry(checkpoint.plan.spec, dtype, stride_alignment(dest))
     tokenizer = build_tokenizer(checkpoint, options.tokenizer)
@@ -149,10 +185,11 @@ def _plan_job(checkpoint: Checkpoint, options: ConvertOptions, dest: Path) -> _J
         "stride_bytes": geometry.stride_bytes,
         "tokenizer": hashlib.sha256(tokenizer.json.encode()).hexdigest() if tokenizer.json else None,
         "tokenizer_spec": asdict(tokenizer.spec) if tokenizer.spec else None,
+        "identity": checkpoint.source.identity,
         "files": [_stat(path) for path in (*checkpoint.source.files, *checkpoint.side_files)],
     }
     fingerprint = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    return _Job(checkpoint, options, dtype, geometry, layout, tokenizer, fingerprint)
+    return _Job(checkpoint, options, dtype, geometry, layout, tokenizer, fingerprint, extras)
 
 
 def _stat(path: Path) -> tuple[str, int, int]:
@@ -175,16 +212,20 @@ class _Run:
     def write(self) -> Manifest:
         """Write all files but the manifest, which is returned."""
         job, out = self._job, self._out
-        out.reserve(job.total_bytes + _SLACK_BYTES + len(job.tokenizer.json or ""))
+        beside = _SLACK_BYTES + len(job.tokenizer.json or "") + job.extras.extra_bytes
+        out.reserve(job.total_bytes + beside)
         with write_errors(out.root), BackgroundWriter(self._advance) as background:
             entries = [self._write_resident(background)]
             entries += self._write_ffn(background)
             self._phase = "finish"
             entries += self._write_tokenizer()
             self._advance(self._total_bytes - self._done_bytes)
-        manifest = self._manifest(entries)
         # What could not be read back must not be published.
-        return from_json(to_json(manifest).encode(), str(out.root))
+        manifest = from_json(to_json(self._manifest(entries)).encode(), str(out.root))
+        if job.extras.finish is not None:
+            with write_errors(out.root):
+                job.extras.finish(out.root, manifest)
+        return manifest
 
     def _write_resident(self, background: BackgroundWriter) -> FileEntry:
         job, durable = self._job, self._out.durable
@@ -291,6 +332,7 @@ class _Run:
                 "source": printable(checkpoint.where.resolve().name),
                 "source_format": checkpoint.source.format,
                 "source_dtypes": printable(",".join(stored))[:_MAX_NOTE_CHARS],
+                **job.extras.provenance,
                 FINGERPRINT: job.fingerprint,
             },
         )

@@ -42,11 +42,13 @@ class TensorSource(ABC):
         format: what provenance calls it.
         files: every file that belongs to the checkpoint's weights.
         tensors: what is in it, by name.
+        identity: what tells it from others beside its files; empty if these are all.
     """
 
     format: str
     files: tuple[Path, ...]
     tensors: dict[str, TensorInfo]
+    identity: str = ""
 
     @abstractmethod
     def read_rows(self, name: str, start: int, stop: int) -> WeightArray:

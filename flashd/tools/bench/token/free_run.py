@@ -1,0 +1,134 @@
+"""The free run: a step's reads and kernels again, together and without waiting for each other.
+
+Compute and flash can't both be as fast as alone where they share a machine's CPUs and memory; what a
+step could reach at best is therefore measured: everything that steps have asked of the store and of the
+kernels is recorded, then done once more, all reads at once beside all kernels one after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+from flashd import kernels
+from flashd.kernels.lane import ComputeLane
+from flashd.store.base import WeightStore, WrappedStore
+from flashd.types import I64Array, U8Array
+
+# Everything that a step computes with. Their other arguments only change what is computed, not how long
+# it takes, but the down projection skips what is zero: its activations are kept.
+_VERBS = (
+    "attention", "ffn_dots", "ffn_down", "gemm", "gemv", "layernorm", "predict", "rmsnorm", "rope", "to_f32",
+    "topk_union",
+)  # fmt: skip
+_HIDDEN = 4
+
+
+@dataclass
+class Step:
+    """What one step asked for."""
+
+    reads: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+
+
+class Recorder:
+    """Keeps the steps that are marked while it records.
+
+    Attributes:
+        steps: recorded so far, the last one growing.
+        on: whether it records.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[Step] = []
+        self.on = False
+
+    def next_step(self) -> None:
+        """What comes now belongs to another step."""
+        self.steps.append(Step())
+
+    def read(self, again: Callable[[], Awaitable[None]]) -> None:
+        """Keep a read."""
+        if self.on and self.steps:
+            self.steps[-1].reads.append(again)
+
+    @contextmanager
+    def kernel_calls(self) -> Iterator[None]:
+        """Keep the kernels' calls inside of the block as well."""
+        module: ModuleType = kernels
+        real = {name: getattr(module, name) for name in _VERBS}
+        try:
+            for name, verb in real.items():
+                setattr(module, name, self._recorded(name, verb))
+            yield
+        finally:
+            for name, verb in real.items():
+                setattr(module, name, verb)
+
+    def _recorded(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.on and self.steps:
+                kept = args
+                if name == "ffn_down":
+                    kept = (*args[:_HIDDEN], args[_HIDDEN].copy(), *args[_HIDDEN + 1 :])
+                self.steps[-1].calls.append(partial(verb, *kept, **kwargs))
+            return verb(*args, **kwargs)
+
+        return call
+
+
+class RecordedStore(WrappedStore):
+    """A store whose reads a recorder keeps. It belongs below the one that checks rows: done once more,
+    several reads go to the same place at once."""
+
+    def __init__(self, inner: WeightStore, recorder: Recorder) -> None:
+        super().__init__(inner)
+        self._recorder = recorder
+
+    async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
+        """See ``WeightStore.read_range``."""
+        self._recorder.read(lambda: self.inner.read_range(layer, start, stop, out))
+        await self.inner.read_range(layer, start, stop, out)
+
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
+        """See ``WeightStore.read_rows``."""
+        # As a demand read: guesses that give way to nothing would only be slower.
+        self._recorder.read(lambda: self.inner.read_rows(layer, ids, out, rows))
+        await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
+
+    async def close(self) -> None:
+        """See ``WeightStore.close``."""
+        await self.inner.close()
+
+
+async def free_run(steps: list[Step], lane: ComputeLane) -> list[float]:
+    """Do what steps did once more. Rows land where they did, so memory holds a mixture afterwards.
+
+    Returns:
+        Seconds of each step.
+    """
+    seconds = []
+    for step in steps:
+        began_s = time.perf_counter()
+        reads = [read() for read in step.reads]
+        # All of them end before anything is said: what fails must not leave others in flight.
+        results = await asyncio.gather(*reads, lane.run(_all, step.calls), return_exceptions=True)
+        seconds.append(time.perf_counter() - began_s)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+    return seconds
+
+
+def _all(calls: list[Callable[[], Any]]) -> None:
+    for call in calls:
+        call()

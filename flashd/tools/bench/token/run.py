@@ -1,0 +1,206 @@
+"""``flashd bench token``: time per token of each step from reading everything to the whole method.
+
+Modes take turns within every round, each in a process of its own, so that whatever else the machine is
+busy with meets all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+
+from flashd.errors import ConfigError, FlashdError, InternalError
+from flashd.kv.contiguous import kv_bytes_per_token
+from flashd.layout.calibration import CALIBRATION
+from flashd.layout.manifest import Manifest
+from flashd.memory.budget import parse_budget
+from flashd.store.open import open_manifest, resident_entries
+from flashd.tools import host
+from flashd.tools.bench.subjects import open_source, warm
+from flashd.tools.bench.token.limit import memory_group
+from flashd.tools.bench.token.modes import Mode, modes_named
+from flashd.tools.bench.token.options import Sample, Task, TokenOptions
+from flashd.tools.bench.token.report import TokenReport, TokenRow, token_rows
+from flashd.tools.bench.token.split import split_copy
+
+# Beside the budget: interpreter and libraries, scratch of a prompt's chunk, and what the free run keeps.
+_PROCESS_BYTES = 256 << 20
+_DENSE_WARMUP = 1
+
+# Told the phase, bytes done and bytes in all; or tasks done and tasks in all.
+ByteProgress = Callable[[str, int, int], None]
+TaskProgress = Callable[[int, int], None]
+
+
+def bench_token(
+    directory: Path,
+    options: TokenOptions,
+    preparing: ByteProgress = lambda phase, done_bytes, total_bytes: None,
+    measuring: TaskProgress = lambda done, total: None,
+) -> TokenReport:
+    """Measure a bundle.
+
+    Args:
+        directory: the bundle, store ``file`` for modes without bundling.
+        options: what to measure.
+        preparing: told how far copying and the first pass over the files are.
+        measuring: told how many modes were measured, each once a round.
+
+    Raises:
+        ConfigError: it cannot be measured like this; says why.
+        BundleError: the directory is no bundle, or damaged.
+        DiskReadError: the device failed.
+        FlashdError: a mode failed; says what it said.
+    """
+    modes = modes_named(options.modes)
+    manifest = open_manifest(directory)
+    _check(directory, manifest, modes, options)
+    budget_bytes = _budget_bytes(directory, manifest, options.budget)
+    longest = 1 + options.prompt_tokens + options.warmup_tokens + max(options.tokens, options.dense_tokens)
+    kv_bytes = kv_bytes_per_token(manifest.model, "f16") * longest
+    samples: dict[str, list[Sample]] = {mode.name: [] for mode in modes}
+    with ExitStack() as stack:
+        split = ""
+        if any(mode.sparse and not mode.bundled for mode in modes):
+            scratch = options.scratch or directory.resolve().parent
+            split = str(stack.enter_context(split_copy(directory, manifest, scratch, preparing)))
+        _warm(directory, preparing)
+        group, why = stack.enter_context(memory_group(budget_bytes + kv_bytes + _PROCESS_BYTES))
+        for turn in range(options.rounds * len(modes)):
+            measuring(turn, options.rounds * len(modes))
+            round_, place = divmod(turn, len(modes))
+            mode = modes[(place + round_) % len(modes)]
+            task = _task(directory, options, mode, split, str(group or ""))
+            samples[mode.name].append(_measured(task))
+        measuring(options.rounds * len(modes), options.rounds * len(modes))
+    rows = token_rows(samples, budget_bytes)
+    limit_mb = (budget_bytes + kv_bytes + _PROCESS_BYTES) / 1e6
+    enforced = (
+        f"by a cgroup of {limit_mb:.0f} MB: the budget, {kv_bytes / 1e6:.0f} MB of KV cache and "
+        f"{_PROCESS_BYTES / 1e6:.0f} MB for the process"
+        if group
+        else f"by construction, and compared with the peak of resident memory ({why})"
+    )
+    return TokenReport(
+        rows=rows,
+        directory=str(directory),
+        model=_model(directory, manifest),
+        synthetic="synthetic" in manifest.provenance,
+        budget=options.budget,
+        budget_bytes=budget_bytes,
+        enforced=enforced,
+        device=_device(directory),
+        prompt_tokens=options.prompt_tokens,
+        tokens=options.tokens,
+        dense_tokens=options.dense_tokens,
+        rounds=options.rounds,
+        notes=_notes(samples, rows),
+    )
+
+
+def _check(directory: Path, manifest: Manifest, modes: tuple[Mode, ...], options: TokenOptions) -> None:
+    if manifest.store != "file" and any(mode.sparse and not mode.bundled for mode in modes):
+        raise ConfigError(
+            f"{directory}: a {manifest.store} store cannot be compared with a split layout; convert with "
+            "--store file, or leave +predictor and +window out with --mode"
+        )
+    if any(mode.sparse for mode in modes) and not (directory / CALIBRATION).is_file():
+        raise ConfigError(
+            f"{directory}: has no predictors; make some with flashd calibrate, or measure --mode naive,hybrid"
+        )
+    need = 1 + options.prompt_tokens + options.warmup_tokens + options.tokens
+    if need > manifest.model.max_context:
+        raise ConfigError(
+            f"{options.prompt_tokens} prompt tokens and {1 + options.warmup_tokens + options.tokens} others "
+            f"are too many for a context of {manifest.model.max_context}"
+        )
+
+
+def _budget_bytes(directory: Path, manifest: Manifest, budget: str) -> int:
+    resident = resident_entries(directory).values()
+    whole = sum(entry.nbytes for entry in resident) + manifest.ffn.n_layers * manifest.ffn.layer_bytes
+    if budget.strip().lower() == "auto":
+        raise ConfigError("the budget is auto; give a share such as 50%, or a size such as 4GiB")
+    return parse_budget(budget, whole, 0)
+
+
+def _warm(directory: Path, preparing: ByteProgress) -> None:
+    """The first pass over a file may be ten times slower than the second."""
+    import asyncio
+
+    asyncio.run(warm(open_source(directory), preparing))
+
+
+def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group: str) -> Task:
+    tokens = options.tokens if mode.sparse else options.dense_tokens
+    return Task(
+        directory=str(directory.resolve()),
+        mode=mode.name,
+        split=split if mode.sparse and not mode.bundled else "",
+        group=group,
+        budget=options.budget,
+        backend=options.backend,
+        threads=options.threads,
+        seed=options.seed,
+        prompt_tokens=options.prompt_tokens,
+        warmup_tokens=options.warmup_tokens if mode.sparse else _DENSE_WARMUP,
+        tokens=tokens,
+        free_steps=min(options.free_steps, tokens),
+    )
+
+
+def _measured(task: Task) -> Sample:
+    command = [sys.executable, "-m", "flashd.tools.bench.token.worker", json.dumps(asdict(task))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        output, _ = process.communicate()
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    lines = output.splitlines()
+    try:
+        result = json.loads(lines[-1])
+    except (IndexError, ValueError) as exc:
+        killed = process.returncode == -9 and task.group
+        why = "its memory limit was too small" if killed else f"exit status {process.returncode}"
+        raise InternalError(f"mode {task.mode} ended without a result: {why}") from exc
+    if "error" in result:
+        raise FlashdError(f"mode {task.mode}: {result['error']}")
+    return Sample(**{**result, "notes": tuple(result["notes"])})
+
+
+def _notes(samples: dict[str, list[Sample]], rows: list[TokenRow]) -> list[str]:
+    notes = [f"{name}: {text}" for name, some in samples.items() for one in some for text in one.notes]
+    if not all(sample.counted for some in samples.values() for sample in some):
+        notes.append("bytes are the engines' own count: the kernel counts no reads of this file system")
+    for row in rows:
+        if not row.within_budget:
+            notes.append(f"{row.mode} took more memory than the budget: a peak of {row.ram_gb:.2f} GB")
+    return list(dict.fromkeys(notes))
+
+
+def _model(directory: Path, manifest: Manifest) -> str:
+    spec = manifest.model
+    weights = sum(prod(entry.shape) for entry in resident_entries(directory).values())
+    weights += manifest.ffn.n_layers * manifest.ffn.n_neurons * manifest.ffn.row_elements
+    kind = "synthetic " if "synthetic" in manifest.provenance else ""
+    return (
+        f"{kind}{spec.family}, {weights / 1e6:,.0f} M parameters, {spec.n_layers} layers, d {spec.d_model}, "
+        f"{manifest.dtype}"
+    )
+
+
+def _device(directory: Path) -> dict[str, str]:
+    facts = {"kernel": host.kernel()}
+    try:
+        mount = host.mount_of(directory)
+    except (OSError, ValueError):
+        return facts
+    return facts | {"file_system": mount.file_system, "disk": mount.disk, "model": mount.model}
