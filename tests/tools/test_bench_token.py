@@ -47,8 +47,8 @@ def bundle(tmp_path_factory):
 
 def task(bundle: Path, mode: str, **other) -> Task:
     given = {
-        "split": "", "group": "", "budget": BUDGET, "backend": "auto", "threads": 0, "seed": 0,
-        "prompt_tokens": 32, "warmup_tokens": 2, "tokens": 4, "free_steps": 2,
+        "split": "", "group": "", "budget": BUDGET, "eviction": "", "backend": "auto", "threads": 0,
+        "seed": 0, "prompt_tokens": 32, "warmup_tokens": 2, "tokens": 4, "free_steps": 2,
     }  # fmt: skip
     return Task(directory=str(bundle), mode=mode, **(given | other))
 
@@ -129,7 +129,8 @@ async def test_every_mode_says_the_same(bundle, tmp_path):
     with split_copy(bundle, manifest, tmp_path, NOTHING) as split:
         for mode in MODES.values():
             path = str(split) if mode.sparse and not mode.bundled else ""
-            built = await build_mode(task(bundle, mode.name, split=path))
+            eviction = "frequency" if mode.prefetch else ""
+            built = await build_mode(task(bundle, mode.name, split=path, eviction=eviction))
             said[mode.name] = await says(built.runtime)
     daemon = await says(await build(DaemonConfig(model=str(bundle), predictor="none", backend="memory")))
     assert said == dict.fromkeys(MODES, daemon)
@@ -258,6 +259,8 @@ def test_what_cannot_be_measured_is_said_first(bundle, tmp_path):
             bench_token(folder, options)
     with pytest.raises(ConfigError, match="backend memory reads nothing"):
         TokenOptions("50%", backend="memory")
+    with pytest.raises(ConfigError, match="eviction is 'random', expected one of: "):
+        TokenOptions("50%", eviction="random")
     with pytest.raises(ConfigError, match="rounds: 0, expected 1"):
         TokenOptions("50%", rounds=0)
     assert [mode.name for mode in modes_named(("prefetch", "naive"))] == ["naive", "+prefetch"]

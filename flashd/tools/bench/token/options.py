@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashd.config import EVICTION
 from flashd.errors import ConfigError
 
 FULL_TOKENS = 256
@@ -24,6 +25,7 @@ class TokenOptions:
         dense_tokens: measured in each round by naive and hybrid, after one other.
         free_steps: of these, how many are done once more without dependencies; 0: none.
         scratch: directory for the split copy; None: beside the bundle.
+        eviction: which neurons leave RAM first; empty: as the daemon does by default.
         backend: how files are read.
         threads: of the kernels; 0: all CPUs.
         seed: of the prompt.
@@ -38,6 +40,7 @@ class TokenOptions:
     dense_tokens: int = 8
     free_steps: int = 16
     scratch: Path | None = None
+    eviction: str = ""
     backend: str = "auto"
     threads: int = 0
     seed: int = 0
@@ -53,6 +56,8 @@ class TokenOptions:
         ):
             if not low <= value <= 100_000:
                 raise ConfigError(f"{what}: {value}, expected {low} to 100000")
+        if self.eviction not in ("", *EVICTION):
+            raise ConfigError(f"eviction is {self.eviction!r}, expected one of: {', '.join(EVICTION)}")
         if self.backend == "memory":
             raise ConfigError("backend memory reads nothing: there would be nothing to measure")
 
@@ -66,7 +71,7 @@ class Task:
         mode: its name.
         split: file of the split copy; empty for modes that read bundles.
         group: memory cgroup to join; empty for none.
-        budget, backend, threads, seed, prompt_tokens: as in ``TokenOptions``.
+        budget, eviction, backend, threads, seed, prompt_tokens: as in ``TokenOptions``.
         warmup_tokens, tokens, free_steps: of this mode.
     """
 
@@ -75,6 +80,7 @@ class Task:
     split: str
     group: str
     budget: str
+    eviction: str
     backend: str
     threads: int
     seed: int

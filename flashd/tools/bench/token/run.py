@@ -166,6 +166,7 @@ def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group:
         split=split if mode.sparse and not mode.bundled else "",
         group=group,
         budget=options.budget,
+        eviction=options.eviction,
         backend=options.backend,
         threads=options.threads,
         seed=options.seed,
