@@ -38,6 +38,9 @@ def bench_token(
         typer.Option(help="Where the split copy goes meanwhile [default: beside the bundle].",
                      show_default=False),
     ] = None,
+    eviction: Annotated[
+        str, typer.Option(help="Which neurons leave RAM first [default: the daemon's].", show_default=False)
+    ] = "",
     backend: Annotated[str, typer.Option(help="How to read: auto, uring, threads, buffered.")] = "auto",
     threads: Annotated[int, typer.Option(help="Of the kernels; 0: all usable CPUs.")] = 0,
     plot: PlotOption = None,
@@ -64,6 +67,7 @@ def bench_token(
         prompt_tokens=prompt,
         warmup_tokens=warmup,
         scratch=scratch,
+        eviction=eviction,
         backend=backend,
         threads=threads,
         **({"tokens": FULL_TOKENS} if full else {}) | given,

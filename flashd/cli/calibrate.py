@@ -18,53 +18,68 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from flashd.tools.calibrate.options import CalibrateProgress
+    from flashd.tools.calibrate.run import CalibrateReport
 
 _PLAIN_INTERVAL_S = 10.0
 
 
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Bundle directory.")]
+Texts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        show_default=False,
+        help="UTF-8 text of the kind that the model will see; may be given several times.",
+    ),
+]
+Samples = Annotated[
+    int, typer.Option(help="Tokens of text to use; 0: by the model's size, 10,000 to 200,000.")
+]
+Predictor = Annotated[
+    str, typer.Option(help="low-rank is trained; gate keeps the gate projections in RAM and is exact.")
+]
+Rank = Annotated[
+    int, typer.Option(help="Of every predictor; 0: the smallest of d/32 to d/4 that is good enough.")
+]
+LateRank = Annotated[int, typer.Option(help="Of those of the last four layers; 0: as the others.")]
+Epochs = Annotated[int, typer.Option(help="Passes over the text; 0: two, more if it is short.")]
+FnTarget = Annotated[float, typer.Option(help="Share of firing neurons that may be missed.")]
+FpTarget = Annotated[float, typer.Option(help="Share of the others requested in vain that is good enough.")]
+MaxRequested = Annotated[
+    float, typer.Option(help="A layer that would request more than this share gets no mask.")
+]
+NoLookahead = Annotated[bool, typer.Option("--no-lookahead", help="Train no guesses at the next layer.")]
+Sparsify = Annotated[
+    str, typer.Option(help="fatrelu: cut small activations; none: undo that; keep: leave it as it is.")
+]
+Target = Annotated[float, typer.Option(help="Share of activations that fatrelu cuts.")]
+Seed = Annotated[int, typer.Option(help="Of training.")]
+Workers = Annotated[int, typer.Option(help="Layers trained at once; 0: one for each CPU.")]
+
+
 def calibrate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Bundle directory.")],
-    text: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", show_default=False,
-                     help="UTF-8 text of the kind that the model will see; may be given several times."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(help="Tokens of text to use; 0: by the model's size, 10,000 to 200,000.")
-    ] = 0,
-    predictor: Annotated[
-        str, typer.Option(help="low-rank is trained; gate keeps the gate projections in RAM and is exact.")
-    ] = "low-rank",
-    rank: Annotated[
-        int, typer.Option(help="Of every predictor; 0: the smallest of d/32 to d/4 that is good enough.")
-    ] = 0,
-    late_rank: Annotated[int, typer.Option(help="Of those of the last four layers; 0: as the others.")] = 0,
-    epochs: Annotated[int, typer.Option(help="Passes over the text; 0: two, more if it is short.")] = 0,
-    fn_target: Annotated[float, typer.Option(help="Share of firing neurons that may be missed.")] = 0.04,
-    fp_target: Annotated[
-        float, typer.Option(help="Share of the others requested in vain that is good enough.")
-    ] = 0.07,
-    max_requested: Annotated[
-        float, typer.Option(help="A layer that would request more than this share gets no mask.")
-    ] = 0.5,
-    no_lookahead: Annotated[
-        bool, typer.Option("--no-lookahead", help="Train no guesses at the next layer.")
-    ] = False,
-    sparsify: Annotated[
-        str, typer.Option(help="fatrelu: cut small activations; none: undo that; keep: leave it as it is.")
-    ] = "keep",
-    target: Annotated[float, typer.Option(help="Share of activations that fatrelu cuts.")] = 0.7,
-    seed: Annotated[int, typer.Option(help="Of training.")] = 0,
-    workers: Annotated[int, typer.Option(help="Layers trained at once; 0: one for each CPU.")] = 0,
+    directory: Directory,
+    text: Texts = None,
+    samples: Samples = 0,
+    predictor: Predictor = "low-rank",
+    rank: Rank = 0,
+    late_rank: LateRank = 0,
+    epochs: Epochs = 0,
+    fn_target: FnTarget = 0.04,
+    fp_target: FpTarget = 0.07,
+    max_requested: MaxRequested = 0.5,
+    no_lookahead: NoLookahead = False,
+    sparsify: Sparsify = "keep",
+    target: Target = 0.7,
+    seed: Seed = 0,
+    workers: Workers = 0,
     as_json: JsonOption = False,
-) -> None:  # fmt: skip
+) -> None:
     """Find out which neurons fire on a text, and train predictors of that.
 
     Runs the model over the text, streamed, so it may be larger than RAM; interrupted or killed, the same
     command goes on from what is done. Predictors are written into the bundle, with a report (calibration.md).
     """
-    from dataclasses import asdict
-
     from flashd.tools.calibrate.options import CalibrateOptions
     from flashd.tools.calibrate.run import calibrate as run
     from flashd.tools.calibrate.run import remove_thresholds
@@ -92,10 +107,16 @@ def calibrate(
     if not text:
         raise ConfigError("no text: give --text FILE, of the kind of text that the model will see")
     try:
-        with _Bar() as bar:
+        with PhaseBar() as bar:
             report = run(directory, text, options, bar, note)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from what is done", EXIT_INTERRUPTED)
+    _show(report, as_json)
+
+
+def _show(report: CalibrateReport, as_json: bool) -> None:
+    from dataclasses import asdict
+
     from flashd.tools.calibrate.report import (
         LAYER_COLUMNS,
         layer_rows,
@@ -114,7 +135,7 @@ def calibrate(
     print(f"report: {', '.join(map(str, files))}")
 
 
-class _Bar:
+class PhaseBar:
     """A bar for every phase on a terminal, elsewhere a line every ten seconds; on stderr."""
 
     def __init__(self) -> None:
@@ -145,6 +166,7 @@ class _Bar:
             self._bar.stop()
 
     def __call__(self, state: CalibrateProgress) -> None:
+        """Show how far a phase is."""
         if self._bar is not None:
             label = f"{state.phase} ({state.unit})"
             if label not in self._tasks:

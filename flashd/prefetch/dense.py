@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,31 +30,16 @@ class DenseFFN:
     """``acc += act(x up^T [, x gate^T]) down`` for a slice of neurons.
 
     The kernels sum neurons in ascending order: how a layer is cut into slices does not show.
-
-    Args:
-        geometry: of the rows.
-        activation: of the hidden units.
-        observe: given the hidden values ``[tokens, n]`` of every slice before they are projected down; it
-            may change them.
     """
 
-    def __init__(
-        self,
-        geometry: FFNGeometry,
-        activation: Activation,
-        observe: Callable[[F32Array], None] | None = None,
-    ) -> None:
+    def __init__(self, geometry: FFNGeometry, activation: Activation) -> None:
         self._geometry = geometry
         self._activation = activation
-        self._observe = observe
 
     def add(self, weights: SliceWeights, x: F32Array, acc: F32Array, mask: BoolArray | None = None) -> None:
         """Add the slice's part of the FFN of ``x [tokens, d]`` to ``acc [tokens, d]``; where ``mask
         [tokens, n]`` is given and False, a token does not use a neuron."""
-        hidden = self.dots(weights, x, mask)
-        if self._observe is not None:
-            self._observe(hidden)
-        self.down(weights, hidden, acc)
+        self.down(weights, self.dots(weights, x, mask), acc)
 
     def dots(
         self,

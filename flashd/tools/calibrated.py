@@ -71,6 +71,6 @@ def calibration_text(facts: CalibrationFacts | None, problem: str, n_layers: int
         return "no"
     synthetic = "synthetic, " if facts.synthetic else ""
     return (
-        f"{synthetic}predictor {facts.predictor}, masks in {facts.masked_layers} of {n_layers} layers; there "
-        f"{100 * facts.requested:.1f} % of the neurons are requested per token, {100 * facts.fired:.1f} % fire"
+        f"{synthetic}predictor {facts.predictor}, masks in {facts.masked_layers} of {n_layers} layers: "
+        f"{100 * facts.requested:.1f} % of their neurons are requested, {100 * facts.fired:.1f} % fire"
     )

@@ -104,6 +104,7 @@ def test_a_healthy_machine_gets_no_advice() -> None:
             "ulimit -l",
         ),
         ({"bundle": BundleFacts("file", 512, "", True, 1)}, "512 bytes", "convert the model again"),
+        ({"bundle": BundleFacts("file", 512, "", False, 1, "", "x.json: bad")}, "predictors", "x.json: bad"),
         ({"available_ram_bytes": GIB}, "only 1024 MiB", "free some"),
         ({"memory_limits": [host.MemoryLimit("/a", 2, GIB, None, 5)]}, "only 1024 MiB", "cgroup"),
         ({"memory_limits": [host.MemoryLimit("/a", 2, None, GIB, 5)]}, "only 1024 MiB", "cgroup"),

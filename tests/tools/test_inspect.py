@@ -9,6 +9,7 @@ import pytest
 from flashd.cli.bundle import inspect_rows
 from flashd.errors import BundleError
 from flashd.testing.bundles import make_bundle, tiny_spec
+from flashd.testing.predictors import make_predictors
 from flashd.tools.inspect import inspect
 from flashd.types import StoreKind, TokenizerSpec
 
@@ -38,14 +39,24 @@ def test_the_arithmetic(tmp_path: Path, kind: StoreKind) -> None:
 
 def test_as_json_and_as_table(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
-    (tmp_path / "predictors.safetensors").write_text("")
-    make_bundle(tmp_path)
+    made = make_bundle(tmp_path)
+    make_predictors(tmp_path, made.manifest, masked=[True, True, False])
     report = inspect(tmp_path)
     assert (report.calibrated, report.tokenizer, report.chat_template) == (True, True, False)
     assert json.loads(json.dumps(asdict(report)))["family"] == "opt"
     table = dict(inspect_rows(report))
     assert table["FFN rows"] == "120 KiB, 40 KiB a layer"
-    assert table["calibrated"] == "yes"
+    assert table["calibrated"] == (
+        "synthetic, predictor low-rank, masks in 2 of 3 layers: 50.0 % of their neurons are requested, "
+        "10.0 % fire"
+    )
+    (tmp_path / "predictors.safetensors").write_text("damaged")
+    assert inspect(tmp_path).calibrated  # headers alone are read; `flashd verify` checks all
+    (tmp_path / "calibration.json").write_text("{}")
+    report = inspect(tmp_path)
+    assert not report.calibrated
+    assert "calibrate again" in report.calibration_problem
+    assert dict(inspect_rows(report))["calibrated"].startswith("unusable: ")
     assert table["source"] == "random weights"
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from flashd.errors import BundleError
+from flashd.layout.calibration import PREDICTORS
 from flashd.layout.manifest import BUNDLE, MANIFEST, RESIDENT, SUMS
 from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
+from flashd.testing.predictors import make_predictors
 from flashd.tools.verify import verify
 from flashd.types import StoreKind
 
@@ -115,6 +117,16 @@ def test_unlisted_files_are_reported_and_no_damage(bundle: MadeBundle) -> None:
     report = verify(bundle.directory)
     assert report.ok
     assert report.unlisted == ["notes/a.txt"]
+
+
+def test_predictors_are_checked(bundle: MadeBundle) -> None:
+    make_predictors(bundle.directory, bundle.manifest)
+    before = verify(bundle.directory)
+    assert (before.problems, before.unlisted) == ([], [])
+    flip(bundle.directory / PREDICTORS, 5000)
+    report = verify(bundle.directory)
+    assert len(report.problems) == 1
+    assert f"{PREDICTORS}: its SHA-256" in report.problems[0]
 
 
 def test_no_bundle(bundle: MadeBundle) -> None:

@@ -15,6 +15,7 @@ from flashd.layout.manifest import Manifest
 from flashd.models.decoder import Decoder, Span
 from flashd.models.layers import as_f32
 from flashd.predictor.base import Predictor
+from flashd.prefetch.dense import DenseFFN, SliceWeights
 from flashd.prefetch.stream import StreamingFFN
 from flashd.runtime.engine import PREFILL_CHUNK_TOKENS
 from flashd.store.base import WeightStore
@@ -88,6 +89,20 @@ class Masker:
             values[~self._mask[:, start : start + values.shape[1]]] = 0
 
 
+class _ObservedMath(DenseFFN):
+    """Shows every slice's hidden values, in ascending order of neurons, before they are projected down."""
+
+    def __init__(self, manifest: Manifest, observe: Callable[[F32Array], None]) -> None:
+        super().__init__(manifest.ffn, manifest.model.activation)
+        self._observe = observe
+
+    def add(self, weights: SliceWeights, x: F32Array, acc: F32Array, mask: BoolArray | None = None) -> None:
+        """See ``DenseFFN.add``."""
+        hidden = self.dots(weights, x, mask)
+        self._observe(hidden)
+        self.down(weights, hidden, acc)
+
+
 class DenseModel:
     """A model that is run on whole sequences.
 
@@ -115,7 +130,7 @@ class DenseModel:
             self.biases["up"],
             self.biases["gate"],
             thresholds=thresholds,
-            observe=self._hidden,
+            dense=_ObservedMath(manifest, self._hidden),
         )
         self._spec = manifest.model
         self._decoder = Decoder(manifest.model, weights, self, lane)

@@ -33,7 +33,7 @@ def write_report(report: CalibrateReport) -> list[Path]:
 
 def layer_rows(report: CalibrateReport) -> list[tuple[str, ...]]:
     """One row a layer, as ``LAYER_COLUMNS`` says; shares in percent."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     pairs = zip(report.calibration.layers, report.would_request, report.lookahead, strict=True)
     for index, (layer, would, look) in enumerate(pairs):
         rows.append(
@@ -64,8 +64,8 @@ def summary(report: CalibrateReport) -> str:
     )
     return (
         f"{len(masked)} of {len(report.calibration.layers)} layers have a mask; on text not trained on, "
-        f"{missed} % of the neurons that fire are missed ({norm} % of the output's norm), {vain} % of the others "
-        f"are requested; {requested} % are requested, {fired} % fire per token"
+        f"{missed} % of the neurons that fire are missed ({norm} % of the output's norm) and {vain} % of the "
+        f"others requested; {requested} % are requested, {fired} % fire per token"
     )
 
 
@@ -87,13 +87,14 @@ def _lines(report: CalibrateReport) -> Iterator[str]:
     yield ""
     yield f"{perplexity_text(report)}."
     yield ""
-    yield f"{calibration.tokens} tokens, predictor {calibration.predictor}. The figures are of the last part of "
-    yield "the texts, which neither trained a predictor nor chose a threshold."
+    yield f"{calibration.tokens} tokens, predictor {calibration.predictor}. The figures are of parts of"
+    yield "the texts that neither trained a predictor nor chose a threshold."
     yield ""
     yield from _table(("fact", "value"), sorted(calibration.provenance.items()))
     yield from _table(LAYER_COLUMNS, layer_rows(report))
-    yield "A layer has no mask where its predictor would request more than "
-    yield f"{calibration.provenance['max_requested']} of the neurons: reading it whole, in one stretch, is faster."
+    limit = calibration.provenance["max_requested"]
+    yield f"A layer has no mask where its predictor would request more than {limit} of the neurons: reading"
+    yield "it whole, in one stretch, is faster."
     yield ""
     for title, name in (("Requested", "s_agg_requested"), ("Fired", "s_agg_fired")):
         yield f"## {title} by any of k tokens in a row, % of the neurons"
@@ -101,7 +102,7 @@ def _lines(report: CalibrateReport) -> Iterator[str]:
         yield from _table(("layer", *map(str, _WINDOWS)), _curve_rows(calibration.layers, name))
     yield "## Rows that a window of k tokens needs (99th percentile)"
     yield ""
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (str(i), *(str(layer.capacity_rows[k - 1]) for k in _WINDOWS))
         for i, layer in enumerate(calibration.layers)
         if layer.capacity_rows

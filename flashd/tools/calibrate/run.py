@@ -193,9 +193,8 @@ class _Results:
 
 def _train(task: Task) -> _Results:
     """All layers, several at once, each kept when it is done."""
-    import torch
-
     from flashd.tools.calibrate import layer as one
+    from flashd.tools.calibrate.train import use_threads
 
     n_layers = task.manifest.ffn.n_layers
     cpus = kernels.default_threads()
@@ -210,7 +209,10 @@ def _train(task: Task) -> _Results:
     n_lookaheads = n_layers - 1 if task.options.lookahead else 0
     done = 0
     with ThreadPoolExecutor(
-        workers, "flashd-train", initializer=torch.set_num_threads, initargs=(max(1, cpus // workers),)
+        workers,
+        "flashd-train",
+        initializer=use_threads,
+        initargs=(cpus // workers, task.manifest.ffn.n_neurons),
     ) as pool:
         try:
             for work, count in ((one.predictor, n_layers), (one.lookahead, n_lookaheads)):

@@ -1,7 +1,7 @@
-"""Texts -> sequences of tokens: the first parts of every file train, the next validate, the last test.
+"""Texts -> sequences of tokens: of every stretch of a file most trains, then some validates, then some tests.
 
-The parts are whole stretches of text: tokens from the middle of a page that was trained on would
-flatter the predictor.
+The parts are long pieces of text: tokens from the middle of a page that was trained on would flatter the
+predictor. A file has several stretches, as it may change its kind of text on the way.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from flashd.types import I64Array
 
 MAX_SEQUENCE_TOKENS = 512
 SPLITS = ("train", "validation", "test")
-# Where in a file the parts begin.
+# Where in a stretch the parts begin, how many stretches a file has, and of how many sequences at least.
 _STARTS = (0.0, 0.8, 0.9)
+_STRETCHES, _STRETCH_SEQUENCES = 8, 10
 _MIN_SEQUENCE_TOKENS = 8
 # A token of any language is hardly ever longer on average: what is read of a large file.
 _BYTES_PER_TOKEN = 16
@@ -122,11 +123,12 @@ def split_files(files: Sequence[Sequence[I64Array]]) -> Sequences:
     Raises:
         CalibrationError: there are not three sequences.
     """
-    pairs = [
-        (sum((i + 0.5) / len(file) >= start for start in _STARTS) - 1, tokens)
-        for file in files
-        for i, tokens in enumerate(file)
-    ]
+    pairs = []
+    for file in files:
+        stretches = max(1, min(_STRETCHES, len(file) // _STRETCH_SEQUENCES))
+        for i, tokens in enumerate(file):
+            place = (i + 0.5) * stretches / len(file) % 1
+            pairs.append((sum(place >= start for start in _STARTS) - 1, tokens))
     if len(pairs) < len(SPLITS):
         raise CalibrationError(
             f"the texts give {len(pairs)} sequences of tokens, at least {len(SPLITS)} are needed (to train, "

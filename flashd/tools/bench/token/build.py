@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashd.config import DaemonConfig
 from flashd.disk.curve import load_curve
@@ -68,8 +69,10 @@ async def build_mode(task: Task) -> Built:
 
 
 def _config(task: Task, mode: Mode, budget: str | None = None) -> DaemonConfig:
+    other: dict[str, Any] = {"eviction": task.eviction} if task.eviction else {}
     return DaemonConfig(
         model=task.directory,
+        **other,
         backend=task.backend,
         budget=budget or task.budget,
         predictor="auto" if mode.sparse else "none",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from flashd.config import EVICTION
 from flashd.errors import ConfigError
 
 FULL_TOKENS = 256
@@ -24,6 +25,7 @@ class TokenOptions:
         dense_tokens: measured in each round by naive and hybrid, after one other.
         free_steps: of these, how many are done once more without dependencies; 0: none.
         scratch: directory for the split copy; None: beside the bundle.
+        eviction: which neurons leave RAM first; empty: as the daemon does by default.
         backend: how files are read.
         threads: of the kernels; 0: all CPUs.
         seed: of the prompt.
@@ -38,6 +40,7 @@ class TokenOptions:
     dense_tokens: int = 8
     free_steps: int = 16
     scratch: Path | None = None
+    eviction: str = ""
     backend: str = "auto"
     threads: int = 0
     seed: int = 0
@@ -53,6 +56,8 @@ class TokenOptions:
         ):
             if not low <= value <= 100_000:
                 raise ConfigError(f"{what}: {value}, expected {low} to 100000")
+        if self.eviction not in ("", *EVICTION):
+            raise ConfigError(f"eviction is {self.eviction!r}, expected one of: {', '.join(EVICTION)}")
         if self.backend == "memory":
             raise ConfigError("backend memory reads nothing: there would be nothing to measure")
 
@@ -66,7 +71,7 @@ class Task:
         mode: its name.
         split: file of the split copy; empty for modes that read bundles.
         group: memory cgroup to join; empty for none.
-        budget, backend, threads, seed, prompt_tokens: as in ``TokenOptions``.
+        budget, eviction, backend, threads, seed, prompt_tokens: as in ``TokenOptions``.
         warmup_tokens, tokens, free_steps: of this mode.
     """
 
@@ -75,6 +80,7 @@ class Task:
     split: str
     group: str
     budget: str
+    eviction: str
     backend: str
     threads: int
     seed: int
@@ -103,8 +109,9 @@ class Sample:
         requested, hits: rows per token; 0 without masks.
         free_ms: of the steps that were done once more, each, on their own; 0 if none.
         linked_ms: of the same steps, as they were.
-        peak_bytes: the most resident memory of the process.
-        base_bytes: what it had before anything was loaded.
+        peak_bytes: the most resident memory of the process, files that are mapped included.
+        footprint_bytes: the most of its own memory (RssAnon and RssShmem), sampled 20 times a second, less
+            what it had before anything was loaded.
         kv_bytes: of the KV cache in use at the end.
         budget_bytes: what the budget was.
         prefill_s: of the prompt.
@@ -127,7 +134,7 @@ class Sample:
     free_ms: float
     linked_ms: float
     peak_bytes: int
-    base_bytes: int
+    footprint_bytes: int
     kv_bytes: int
     budget_bytes: int
     prefill_s: float
