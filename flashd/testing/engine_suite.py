@@ -138,7 +138,8 @@ class ReadEngineTests:
                 assert (np.delete(dest, rows, axis=0) == _GUARD).all()
                 after, plan = engine.stats, batch.plan()
                 assert after.reads - before.reads - (after.continued - before.continued) >= 1
-                if engine.direct and engine.name != "fake":  # else places are read one by one, or come short
+                # Else places are read one by one, through scratch memory, or come short.
+                if engine.direct and engine.name != "fake" and engine.alignment_bytes <= 4096:
                     assert after.reads - before.reads == len(plan.offset_bytes)
                     assert after.bytes_read - before.bytes_read == plan.nbytes
 
