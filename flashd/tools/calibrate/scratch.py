@@ -150,7 +150,7 @@ class Scratch:
         free = shutil.disk_usage(self.root).free
         if need > free:
             raise CalibrationError(
-                f"{self.root}: {tokens} tokens need {need / 1e9:.3f} GB while they are worked with, the disk has "
+                f"{self.root}: {tokens} tokens need {need / 1e9:.3f} GB for some time, the disk has "
                 f"{free / 1e9:.3f} GB free; free some space, or take fewer (--samples)"
             )
 
