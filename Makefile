@@ -24,11 +24,14 @@ INSTALLED := $(VENV)/.installed
 INSTALLED_TEST := $(VENV)/.installed-test
 # A change of one of these needs a new build; Python files are used where they are.
 BUILT_FROM := pyproject.toml CMakeLists.txt $(wildcard flashd/*/native/* flashd/*/native/*/*)
-SOURCES := flashd clients tests
+SOURCES := flashd clients tests ops
 
 MODELS := models
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 BUNDLE := $(MODELS)/smollm2-135m
+# make relu-model: how long to train, and where texts, checkpoints and log are kept between runs.
+RELU_HOURS ?= 1.78
+RELU := $(MODELS)/relu
 QUESTION := What is the capital of France?
 
 # Megabytes: environment, model and bundle; for tests also torch, transformers and converted models.
@@ -38,7 +41,7 @@ SUDO := $(if $(filter 0,$(shell id -u)),,sudo)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help apt-deps check check-test venv venv-test model run stop test asan lint format clean
+.PHONY: help apt-deps check check-test venv venv-test model relu-model run stop test asan lint format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -94,6 +97,12 @@ model: $(GGUF) ## Fetch the demo model
 $(GGUF): ops/demo/fetch_model.sh | $(BIN)/python
 	@sh $< $(BIN)/python $@
 	@touch $@
+
+# Begun again, it goes on where it was; `rm -r models/relu` begins anew. Needs apt-get for four of the texts.
+relu-model: $(INSTALLED_TEST) ## Train the ReLU model of ops/relu_model again (RELU_HOURS)
+	@$(BIN)/python ops/relu_model/corpus.py --data $(RELU)/data --small ops/relu_model
+	@$(BIN)/python ops/relu_model/train.py --hours $(RELU_HOURS) --data $(RELU)/data --out $(RELU)/run --resume
+	@$(BIN)/python ops/relu_model/export.py --data $(RELU)/data --out $(RELU)/run
 
 # Order-only: a bundle is finished or absent, so that it exists is all there is to know.
 $(BUNDLE)/manifest.json: | $(INSTALLED) $(GGUF)

@@ -107,7 +107,7 @@ def calibrate(
     if not text:
         raise ConfigError("no text: give --text FILE, of the kind of text that the model will see")
     try:
-        with _Bar() as bar:
+        with PhaseBar() as bar:
             report = run(directory, text, options, bar, note)
     except KeyboardInterrupt:
         fail("interrupted; the same command goes on from what is done", EXIT_INTERRUPTED)
@@ -135,7 +135,7 @@ def _show(report: CalibrateReport, as_json: bool) -> None:
     print(f"report: {', '.join(map(str, files))}")
 
 
-class _Bar:
+class PhaseBar:
     """A bar for every phase on a terminal, elsewhere a line every ten seconds; on stderr."""
 
     def __init__(self) -> None:
@@ -166,6 +166,7 @@ class _Bar:
             self._bar.stop()
 
     def __call__(self, state: CalibrateProgress) -> None:
+        """Show how far a phase is."""
         if self._bar is not None:
             label = f"{state.phase} ({state.unit})"
             if label not in self._tasks:

@@ -17,6 +17,7 @@ from flashd.cli import (
     daemon,
     doctor,
     evaluate,
+    reorder,
     steady,
     synth,
     talk,
@@ -39,6 +40,7 @@ app = typer.Typer(
 
 app.command()(bundle.convert)
 app.command()(calibrate.calibrate)
+app.command()(reorder.reorder)
 app.command()(bundle.inspect)
 app.command()(bundle.verify)
 app.command("eval")(evaluate.evaluate)

@@ -24,6 +24,7 @@ def steady(
     prompt: Annotated[
         str, typer.Option(help="What to continue [default: random tokens].", show_default=False)
     ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often; medians count.")] = 1,
     budget: BudgetOption = None,
     predictor: PredictorOption = None,
     eviction: EvictionOption = None,
@@ -47,7 +48,7 @@ def steady(
         "prefetch": prefetch,
     }  # fmt: skip
     config = resolve({"model": str(directory), **flags})
-    report = bench_steady(config, tokens, prompt, ProgressNotes())
+    report = bench_steady(config, tokens, prompt, rounds, ProgressNotes())
     if as_json:
         print_json(asdict(report))
         return

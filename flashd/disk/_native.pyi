@@ -17,6 +17,18 @@ class Core:
         dest: U8Array,
         prefetch: bool,
     ) -> int: ...
+    def submit_rows(
+        self,
+        file: int,
+        offset: int,
+        stride: int,
+        ids: I64Array,
+        rows: I64Array,
+        dest: U8Array,
+        max_gap: int,
+        max_run: int,
+        prefetch: bool,
+    ) -> int: ...
     def cancel(self, batch: int) -> None: ...
     def completed(self) -> list[tuple[int, str, int, int, int, int]]: ...
     def fileno(self) -> int: ...

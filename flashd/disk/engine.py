@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flashd.layout.coalesce import plan_rows
 from flashd.stats import ReadStats
 from flashd.types import I64Array, U8Array
 
@@ -88,6 +89,43 @@ class ReadBatch:
         return int(self.length_bytes.sum())
 
 
+@dataclass(frozen=True)
+class RowBatch:
+    """Rows of one size that lie behind each other in a file, to be read into rows of a matrix.
+
+    Attributes:
+        offset_bytes: of row 0 in the engine's first file.
+        ids: ``[m]`` int64, at least one, rows of the file >= 0, any order, repeats allowed.
+        rows: ``[m]`` int64, row of ``dest`` for each, all different.
+        dest: ``[n, stride_bytes]`` uint8, C-contiguous, writeable.
+        max_gap_rows: longest gap between two wanted rows to read over.
+        max_run_rows: longest read, 1 to ``MAX_DESTINATIONS`` rows.
+    """
+
+    offset_bytes: int
+    ids: I64Array
+    rows: I64Array
+    dest: U8Array
+    max_gap_rows: int
+    max_run_rows: int
+
+    def plan(self) -> ReadBatch:
+        """The reads that it takes, as ``layout.coalesce`` plans them."""
+        stride = self.dest.shape[1]
+        plan = plan_rows(
+            self.ids, self.rows, max_gap_neurons=self.max_gap_rows, max_run_neurons=self.max_run_rows
+        )
+        # A read with one place each needs no list of places.
+        first = None if len(plan.first) == len(plan.row) else plan.first
+        return ReadBatch(
+            self.offset_bytes + plan.neuron * stride,
+            plan.count * stride,
+            self.dest.reshape(-1),
+            np.maximum(plan.row * stride, SKIP),  # of GAP, which is negative, too
+            first,
+        )
+
+
 class ReadEngine(ABC):
     """Reads open files. Several batches may be outstanding; use it from one event loop.
 
@@ -131,6 +169,10 @@ class ReadEngine(ABC):
             DiskReadError: the device or file system failed; names file and offset.
             ValueError: the engine is closed (our own bug).
         """
+
+    async def read_rows(self, batch: RowBatch, *, prefetch: bool = False) -> None:
+        """Read rows; as ``read`` of ``batch.plan()``, for callers that do it very often."""
+        await self.read(batch.plan(), prefetch=prefetch)
 
     def register(self, memory: U8Array) -> str:
         """Pin ``memory`` so that the kernel need not do it for every read into it.

@@ -9,16 +9,19 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashd.disk.blocking import read_failed, truncated
-from flashd.disk.engine import ReadBatch, ReadEngine
+from flashd.disk.engine import ReadBatch, ReadEngine, RowBatch
 from flashd.disk.files import FileTable
 from flashd.disk.pieces import SCRATCH_PIECE_BYTES, Pieces, plan_pieces
 from flashd.errors import DiskReadError
 from flashd.stats import ReadStats
-from flashd.types import U8Array
+from flashd.types import I64Array, U8Array
 
 if TYPE_CHECKING:
     from flashd.disk._native import Core, Uring
@@ -35,6 +38,7 @@ DEFAULT_DEPTH = {"uring": 64, "threads": 32}
 
 
 _MAX_REGISTERED_BYTES = 1 << 30
+_FIRST_FILE: I64Array = np.zeros(1, np.int64)
 
 
 def scratch_bytes(alignment_bytes: int) -> int:
@@ -96,15 +100,44 @@ class NativeEngine(ReadEngine):
         """See ``ReadEngine.read``."""
         if self._closing is not None:
             raise ValueError(f"{self.paths[0]}: the read engine is closed")
+        pieces = plan_pieces(batch, self.alignment_bytes)
+        if len(pieces):
+            submit = partial(self._submit_pieces, pieces, batch.dest, prefetch)
+            await self._run(pieces.file, submit)
+
+    async def read_rows(self, batch: RowBatch, *, prefetch: bool = False) -> None:
+        """See ``ReadEngine.read_rows``. What is aligned is planned by native code, which makes the same
+        reads in a tenth of the time."""
+        offset, stride = batch.offset_bytes, batch.dest.shape[1]
+        if (offset | stride | batch.dest.ctypes.data) % self.alignment_bytes or self._closing is not None:
+            await super().read_rows(batch, prefetch=prefetch)
+            return
+        limits = batch.max_gap_rows, batch.max_run_rows
+        rows = batch.ids, batch.rows, batch.dest.reshape(-1)
+        await self._run(
+            _FIRST_FILE, partial(self._core.submit_rows, 0, offset, stride, *rows, *limits, prefetch)
+        )
+
+    def _submit_pieces(self, pieces: Pieces, dest: U8Array, prefetch: bool) -> int:
+        return self._core.submit(
+            pieces.file,
+            pieces.offset_bytes,
+            pieces.first,
+            pieces.length_bytes,
+            pieces.dest_offset_bytes,
+            pieces.in_place,
+            dest,
+            prefetch,
+        )
+
+    async def _run(self, file: I64Array, submit: Callable[[], int]) -> None:
+        """Hand a batch to the core, with its files open, and wait for its end."""
         if self._loop not in (None, asyncio.get_running_loop()):
             raise ValueError(f"{self.paths[0]}: the read engine belongs to another event loop")
-        pieces = plan_pieces(batch, self.alignment_bytes)
-        if not len(pieces):
-            return
         self._entering += 1
         try:
-            files = await self._files.hold(pieces.file)
-            number, future = self._submit(batch, pieces, files, prefetch)
+            files = await self._files.hold(file)
+            number, future = self._submit(submit, files)
         finally:
             self._entering -= 1
             self._settle()
@@ -114,23 +147,12 @@ class NativeEngine(ReadEngine):
             self._core.cancel(number)
             raise
 
-    def _submit(
-        self, batch: ReadBatch, pieces: Pieces, files: list[int], prefetch: bool
-    ) -> tuple[int, asyncio.Future[None]]:
+    def _submit(self, submit: Callable[[], int], files: list[int]) -> tuple[int, asyncio.Future[None]]:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._core.fileno(), self._completed)
         try:
-            number = self._core.submit(
-                pieces.file,
-                pieces.offset_bytes,
-                pieces.first,
-                pieces.length_bytes,
-                pieces.dest_offset_bytes,
-                pieces.in_place,
-                batch.dest,
-                prefetch,
-            )
+            number = submit()
         except BaseException:
             self._files.release(files)
             raise

@@ -156,13 +156,14 @@ class Window:
             self._evict_least(layer, ids, self._last[layer][ids], over)
 
     def steal(self, n: int, layer: int) -> None:
-        """Free ``n`` rows of other layers than ``layer``, the fullest first: a last resort."""
-        others = sorted((i for i in range(len(self.used)) if i != layer), key=lambda i: -self.used[i])
+        """Evict until ``n`` rows are free: what this step did not request of ``layer``, then anything of the
+        others, the fullest first. A last resort; what is in flight stays, so it may not be enough."""
+        others = sorted(range(len(self.used)), key=lambda i: -self.used[i] if i != layer else -(1 << 62))
         for other in others:
             wanted = n - self.pool.n_free
             if wanted <= 0:
                 return
-            ids = self._evictable(other, requested_now=True)
+            ids = self._evictable(other, requested_now=other != layer)
             self._evict_least(other, ids, self._last[other][ids], wanted)
 
     def release(self, layer: int, ids: I64Array, n: int) -> None:

@@ -175,6 +175,9 @@ class PromptFFN:
         dense: the math.
         geometry: of the rows.
         costs: of the device.
+
+    Attributes:
+        layers: those with a mask.
     """
 
     def __init__(
@@ -194,10 +197,12 @@ class PromptFFN:
         self._dense = dense
         self._geometry = geometry
         self._costs = costs
-        # Per layer, the fewest tokens of a chunk that had most slices read whole; 0: not known.
+        self.layers = frozenset(i for i in range(geometry.n_layers) if predictor.masked(i))
+        # Per layer, tokens of the last chunk if most slices were to be read whole; else 0.
         self._streams_from = [0] * geometry.n_layers
         self._layer = -1
         self._step = -1
+        stream.planner = self
 
     async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``; for layers with a mask, and any number of tokens.
@@ -217,7 +222,6 @@ class PromptFFN:
             return await self._stream.apply(layer, x, plan=plan)
         except BaseException:
             # The lane may be at it, or about to begin: what is run there now comes after that.
-            self._stream.ahead = ()
             await asyncio.shield(asyncio.create_task(self._lane.run(_give_up, begun)))
             raise
 
@@ -234,7 +238,8 @@ class PromptFFN:
             rows[window.pool.in_flight[rows] & (rows >= 0)] = -1
             slice_rows = self._stream.slice_rows
             in_part = cheaper_in_part(wanted[rows < 0], self._geometry, slice_rows, self._costs)
-            self._expect(layer, len(x), in_part)
+            most = 2 * np.count_nonzero(in_part) <= len(in_part)
+            self._streams_from[layer] = len(x) if most else 0
             used = np.ascontiguousarray(mask[:, wanted])
         return _PromptJob(
             self._dense, self._lane, window, layer, wanted, used, rows, in_part, slice_rows,
@@ -250,15 +255,9 @@ class PromptFFN:
         self._layer = layer
         return self._step
 
-    def _expect(self, layer: int, tokens: int, in_part: BoolArray) -> None:
-        """Remember whether the layer was streamed, and read on into later ones that probably will be."""
-        whole = 2 * np.count_nonzero(in_part) <= len(in_part)
-        self._streams_from[layer] = tokens if whole else 0
-        self._stream.ahead = tuple(
-            later
-            for later in range(layer + 1, self._geometry.n_layers)
-            if 0 < self._streams_from[later] <= 2 * tokens
-        )
+    def streams(self, layer: int, tokens: int) -> bool:
+        """See ``Planner.streams``: whether it did so the last time, with not many more tokens."""
+        return 0 < self._streams_from[layer] <= 2 * tokens
 
 
 def _give_up(jobs: list[_PromptJob]) -> None:

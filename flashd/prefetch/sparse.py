@@ -243,12 +243,11 @@ class SparseFFN:
             Places whose rows are in RAM.
         """
         layer, window = work.layer, self.window
-        work.rows[work.start :] = window.row_of[layer][work.ids[work.start :]]
-        parts = self._split(work)
+        parts = self._where(work)
         count, least = len(work.ids), min(len(parts.missing), MIN_ROUND_ROWS)
         if window.pool.n_free < least:
-            window.release(layer, work.ids[: work.start], least - window.pool.n_free)
-            window.steal(least, layer)
+            self._find_room(work, least)
+            parts = self._where(work)
         work.stop = round_end(parts.missing, work.start, count, window.pool.n_free)
         if work.stop < count:
             parts = Split(*(places[places < work.stop] for places in vars(parts).values()))
@@ -272,10 +271,21 @@ class SparseFFN:
                 work.later = parts.missing
         return parts.here
 
-    def _split(self, work: _Work) -> Split:
-        in_flight = self.window.pool.in_flight if self.window.n_in_flight[work.layer] else None
-        parts = split(work.rows[work.start :], in_flight)
-        return parts if not work.start else Split(*(places + work.start for places in vars(parts).values()))
+    def _where(self, work: _Work) -> Split:
+        """Look up the rows of this round and all later ones."""
+        window, start = self.window, work.start
+        work.rows[start:] = window.row_of[work.layer][work.ids[start:]]
+        in_flight = window.pool.in_flight if window.n_in_flight[work.layer] else None
+        parts = split(work.rows[start:], in_flight)
+        return parts if not start else Split(*(places + start for places in vars(parts).values()))
+
+    def _find_room(self, work: _Work, least: int) -> None:
+        """Free some rows: of rounds that are over, of what nobody wants now, of the last rounds."""
+        window, pool = self.window, self.window.pool
+        window.release(work.layer, work.ids[: work.start], least - pool.n_free)
+        window.steal(least, work.layer)
+        if not pool.n_free:
+            window.release(work.layer, work.ids[: work.start : -1], least)
 
     def _read(
         self, layer: int, ids: I64Array, loop: asyncio.AbstractEventLoop, *, prefetch: bool = False
@@ -308,10 +318,11 @@ class SparseFFN:
                 await self.reads.wait(read)
             if work.demand is not None and work.demand.error is not None:
                 raise work.demand.error
-            if all(read.error is None for read in work.waits) and (
-                work.stop > work.start or not len(work.ids)
-            ):
+            stuck = work.stop == work.start < len(work.ids)
+            if not stuck and all(read.error is None for read in work.waits):
                 return
+            if not work.waits:
+                raise RuntimeError(f"layer {work.layer}: no row can be freed in a pool that is too small")
             await self._lane.run(self._plan_again, work)
 
     def _plan_again(self, work: _Work) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -61,6 +61,19 @@ class LayerJob:
 Plan = Callable[[F32Array], LayerJob]
 
 
+class Planner(Protocol):
+    """What is expected of layers with a plan."""
+
+    @property
+    def layers(self) -> Collection[int]:
+        """These layers."""
+        ...
+
+    def streams(self, layer: int, tokens: int) -> bool:
+        """Whether a chunk of so many tokens will probably need most of a layer."""
+        ...
+
+
 @dataclass(frozen=True)
 class Slice:
     """A buffer of the ring, and the read that fills it with neurons of one layer.
@@ -88,7 +101,7 @@ class StreamingFFN:
     Attributes:
         layers: those that are read ahead, ascending; others are read when they are asked for. May be
             changed between two calls.
-        ahead: other layers that are read ahead up to the end of this pass, ascending: what a plan expects.
+        planner: of layers that prompts, and nobody else, bring here with a plan; None where there are none.
         stats: time that computing waited for flash, and slices computed.
         slice_rows: neurons per slice.
         ring_bytes: memory of the buffers.
@@ -131,7 +144,7 @@ class StreamingFFN:
             raise ValueError(f"{len(up_bias)} and {len(gate_bias)} biases for {geometry.n_layers} layers")
         self.stats = stats or StreamStats()
         self.layers = tuple(range(geometry.n_layers) if layers is None else layers)
-        self.ahead: tuple[int, ...] = ()
+        self.planner: Planner | None = None
         if ring_bytes is None:
             self.slice_rows = ring_slice_rows(geometry)
         else:
@@ -153,6 +166,7 @@ class StreamingFFN:
         # Layer and first neuron of the slice to read next; none where no layer is read ahead.
         self._next: tuple[int, int] | None = (0, 0)
         self._job: tuple[int, LayerJob] | None = None  # of the layer that is being computed
+        self._tokens = 0  # of the last input
         self._broken = False  # what the ring holds is of no use, e.g. because a read failed
         self._computing: asyncio.Task[None] | None = None
         self._closed = False
@@ -219,8 +233,7 @@ class StreamingFFN:
         if made.ndim != 2 or made.shape[1] != d:
             raise ValueError(f"x is {list(made.shape)}, expected [tokens, {d}]")
         made = np.ascontiguousarray(made, dtype=np.float32)
-        if len(made) <= MAX_BATCH:  # a prompt that was given up may have left them
-            self.ahead = ()
+        self._tokens = len(made)
         return made, plan(made)
 
     async def close(self) -> None:
@@ -275,9 +288,17 @@ class StreamingFFN:
             self._next = self._after(layer) if stop == geometry.n_neurons else (layer, stop)
 
     def _after(self, layer: int) -> tuple[int, int] | None:
-        """Where to read on after a layer."""
-        following = [i for i in (*self.layers, *self.ahead) if i > layer] or self.layers
-        return (min(following), 0) if following else None
+        """Where to read on after a layer: at the next one that will come here, if that will be streamed."""
+        planner = self.planner
+        if planner is None or self._tokens <= MAX_BATCH:  # only the streamed ones come here
+            following = [i for i in self.layers if i > layer] or self.layers
+            return (following[0], 0) if following else None
+        coming = sorted({*self.layers, *planner.layers})
+        later = next((i for i in coming if i > layer), None)
+        if later is not None and (later in self.layers or planner.streams(later, self._tokens)):
+            return later, 0
+        # Behind the last layer nobody knows whether the prompt has another chunk.
+        return (coming[0], 0) if later is None and coming[0] in self.layers else None
 
     async def _arrived(self, piece: Slice) -> None:
         """Wait for a slice's read. Cancelling the wait leaves the read alone."""

@@ -126,6 +126,8 @@ async def assemble(
         manifest.ffn.n_layers * manifest.ffn.layer_bytes / 1e6,
         store.name,
     )
+    if "synthetic" in manifest.provenance:
+        log.warning("the weights are synthetic (flashd synth): answers mean nothing")
     if not kernels.NATIVE:
         log.warning("the native kernels are not installed: NumPy twins compute, far slower")
     log.info(

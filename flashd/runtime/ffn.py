@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import psutil
@@ -158,7 +158,10 @@ def _in_memory(config: DaemonConfig, parts: Parts, predictor: Predictor, store: 
     sparse = None
     if any(predictor.masked(layer) for layer in range(ffn.n_layers)):
         rows = store.all_rows.reshape(-1, ffn.stride_bytes)
-        window = _window(config, parts, rows, [ffn.n_neurons] * ffn.n_layers, None, 1)
+        # Nothing may be evicted: it would be read again into somebody else's row.
+        window = _window(
+            replace(config, eviction="lru"), parts, rows, [ffn.n_neurons] * ffn.n_layers, None, 1
+        )
         for layer in range(ffn.n_layers):  # in this order a neuron's row is where the store has it
             window.settle(layer, window.insert(layer, np.arange(ffn.n_neurons)))
         sparse = _sparse(config, parts, predictor, window, MaskedPrompt(resident, predictor), waits)

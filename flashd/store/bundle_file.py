@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine
+from flashd.disk.engine import MAX_DESTINATIONS, ReadBatch, ReadEngine, RowBatch
 from flashd.errors import BundleCorruptError, DiskReadError
-from flashd.layout.coalesce import RowPlan, plan_rows
 from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
 from flashd.types import FFNGeometry, I64Array, U8Array
@@ -72,42 +71,37 @@ class BundleFileStore(WeightStore):
         """See ``WeightStore.read_range``."""
         self.check_request(layer, start, stop - 1, stop - start, out)
         offset = self._layer_offset_bytes[layer] + start * out.shape[1]
-        await self._read(
-            layer, ReadBatch(np.array([offset]), np.array([out.nbytes]), out.reshape(-1), np.array([0]))
-        )
+        batch = ReadBatch(np.array([offset]), np.array([out.nbytes]), out.reshape(-1), np.array([0]))
+        try:
+            await self.engine.read(batch)
+        except (BundleCorruptError, DiskReadError) as exc:
+            raise _of_layer(exc, layer) from exc
 
     async def read_rows(
         self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
     ) -> None:
         """See ``WeightStore.read_rows``."""
         self.check_rows(layer, ids, out, rows)
-        plan = plan_rows(
+        if not len(ids):
+            return
+        batch = RowBatch(
+            self._layer_offset_bytes[layer],
             ids,
             np.arange(len(ids)) if rows is None else rows,
-            max_gap_neurons=self.max_gap_neurons,
-            max_run_neurons=self._max_run_neurons,
+            out,
+            self.max_gap_neurons,
+            self._max_run_neurons,
         )
-        await self._read(layer, self._batch(layer, plan, out), prefetch)
-
-    def _batch(self, layer: int, plan: RowPlan, out: U8Array) -> ReadBatch:
-        stride = self.geometry.stride_bytes
-        # A read with one place each needs no list of places.
-        first = None if len(plan.first) == len(plan.row) else plan.first
-        return ReadBatch(
-            self._layer_offset_bytes[layer] + plan.neuron * stride,
-            plan.count * stride,
-            out.reshape(-1),
-            np.maximum(plan.row * stride, SKIP),  # of GAP, which is negative, too
-            first,
-        )
-
-    async def _read(self, layer: int, batch: ReadBatch, prefetch: bool = False) -> None:
-        """Read; what fails names the layer beside file and offset."""
         try:
-            await self.engine.read(batch, prefetch=prefetch)
+            await self.engine.read_rows(batch, prefetch=prefetch)
         except (BundleCorruptError, DiskReadError) as exc:
-            raise type(exc)(f"{exc} (layer {layer})") from exc
+            raise _of_layer(exc, layer) from exc
 
     async def close(self) -> None:
         """See ``WeightStore.close``."""
         await self.engine.close()
+
+
+def _of_layer(error: BundleCorruptError | DiskReadError, layer: int) -> Exception:
+    """The same error, which names the layer beside file and offset."""
+    return type(error)(f"{error} (layer {layer})")

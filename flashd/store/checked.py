@@ -30,10 +30,7 @@ log = logging.getLogger("flashd.store")
 
 # Less is done at once on the event loop: handing it to the thread would take as long.
 _INLINE_NS = 150_000
-# Rows between two that are checked are checked too where that costs less than a second call.
-_CALL_BYTES = 32 << 10
 
-Runs = list[tuple[int, int]]
 _NONE: I64Array = np.empty(0, np.int64)
 
 
@@ -47,17 +44,17 @@ class _Rows(NamedTuple):
     out: U8Array
     rows: I64Array | None = None
 
-    def neurons(self, start: int, stop: int) -> slice | I64Array:
-        """The ``start``-th to the one before the ``stop``-th, as an index of the layer."""
-        if isinstance(self.where, slice):
-            return slice(self.where.start + start, self.where.start + stop)
-        return self.where[start:stop]
+    def neurons(self, places: I64Array | None) -> slice | I64Array:
+        """Those at some places, or all, as an index of the layer."""
+        if places is None:
+            return self.where
+        return self.where.start + places if isinstance(self.where, slice) else self.where[places]
 
 
 class _Plan(NamedTuple):
-    """Which rows of a read are checked, and what was reserved for those that need not be."""
+    """Which rows of a read are checked (None: all), and what was reserved for those that need not be."""
 
-    runs: Runs
+    places: I64Array | None
     n_must: int
     reserved_ns: float = 0.0
 
@@ -164,13 +161,13 @@ class CheckedStore(WrappedStore):
         """Check what was read; once something was wrong, everything that is read in its place."""
         self.stats.rows += rows.n
         plan = self._plan(rows)
-        bad = await self._wrong(rows, plan) if plan.runs else _NONE
+        bad = await self._wrong(rows, plan)
         if not bad.size:
             return
         self.stats.rereads += 1
         self.stats.rows += rows.n
         await read_again()
-        still_bad = await self._wrong(rows, _everything(rows.n))
+        still_bad = await self._wrong(rows, _Plan(None, rows.n))
         if still_bad.size:
             raise BundleCorruptError(
                 f"{self._file}: layer {rows.layer}, neuron {still_bad[0]}: checksum mismatch "
@@ -184,79 +181,60 @@ class CheckedStore(WrappedStore):
         )
 
     def _plan(self, rows: _Rows) -> _Plan:
-        """First reads and suspects, and of the others as many as there is time for. In most reads
-        that is a stretch of rows or none, which must not cost more than checking would."""
+        """First reads and suspects, and of the others as many as there is time for."""
         trusted: BoolArray = self._trusted[rows.layer][rows.where]
-        all_trusted = bool(trusted.all())
-        if self._every_read or not rows.n or not (all_trusted or trusted.any()):
-            return _everything(rows.n)
+        n_must = rows.n - int(np.count_nonzero(trusted))
+        if self._every_read or n_must == rows.n:
+            return _Plan(None, rows.n)
         sample = self._budget.sample(rows.n, self.geometry.stride_bytes)
-        end = sample.start + sample.count
-        runs = [(sample.start, min(end, rows.n)), (0, end - rows.n)]
-        runs = [(start, stop) for start, stop in runs if start < stop]
-        if all_trusted:
-            return _Plan(runs, 0, sample.reserved_ns)
-        selected = ~trusted
-        n_must = int(np.count_nonzero(selected))
-        for start, stop in runs:
-            selected[start:stop] = True
-        return _Plan(_runs(selected, _CALL_BYTES // self.geometry.stride_bytes), n_must, sample.reserved_ns)
+        places: I64Array = np.arange(sample.start, sample.start + sample.count)
+        if sample.start + sample.count > rows.n:
+            places %= rows.n
+        if n_must:
+            selected = ~trusted
+            selected[places] = True
+            places = np.flatnonzero(selected)
+        return _Plan(places, n_must, sample.reserved_ns)
 
     async def _wrong(self, rows: _Rows, plan: _Plan) -> I64Array:
         """Neurons whose bytes differ from their checksum; the others of the plan are trusted now."""
         row_bytes = self.geometry.stride_bytes
-        n_checked = sum(stop - start for start, stop in plan.runs)
-        got = np.empty(rows.n, np.uint32)
+        n_checked = rows.n if plan.places is None else len(plan.places)
+        if not n_checked:
+            return _NONE
+        got = np.empty(n_checked, np.uint32)
         if n_checked * row_bytes * self._budget.ns_per_byte <= _INLINE_NS:
-            spent_ns = _sum_runs(rows, got, plan.runs)
+            spent_ns = _sum(rows, got, plan.places)
         else:
             loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._thread, _sum_runs, rows, got, plan.runs)
+            work = loop.run_in_executor(self._thread, _sum, rows, got, plan.places)
             spent_ns = await _to_its_end(work)
         self._budget.settle(spent_ns, n_checked * row_bytes, plan.n_must * row_bytes, plan.reserved_ns)
-        bad = self._compare(rows, got, plan.runs)
+        bad = self._compare(rows, got, plan.places)
         self.stats.checked_rows += n_checked
         self.stats.mismatched_rows += bad.size
         self.stats.check_ns += spent_ns
         return bad
 
-    def _compare(self, rows: _Rows, got: U32Array, runs: Runs) -> I64Array:
+    def _compare(self, rows: _Rows, got: U32Array, places: I64Array | None) -> I64Array:
         expected, trusted = self._sums[rows.layer], self._trusted[rows.layer]
-        bad = []
-        for start, stop in runs:
-            neurons = rows.neurons(start, stop)
-            right = got[start:stop] == expected[neurons]
-            trusted[neurons] = True
-            if not right.all():
-                wrong = np.arange(len(expected))[neurons][~right]
-                trusted[wrong] = False
-                bad.append(wrong)
-        return np.concatenate(bad) if bad else _NONE
+        neurons = rows.neurons(places)
+        right = got == expected[neurons]
+        trusted[neurons] = True
+        if right.all():
+            return _NONE
+        wrong: I64Array = np.arange(len(expected))[neurons][~right]
+        trusted[wrong] = False
+        return wrong
 
 
-def _everything(n_rows: int) -> _Plan:
-    return _Plan([(0, n_rows)] if n_rows else [], n_rows)
-
-
-def _runs(selected: BoolArray, max_gap: int) -> Runs:
-    """Start and stop of the runs of selected rows; gaps up to ``max_gap`` rows join two of them."""
-    rows = np.flatnonzero(selected)
-    if not rows.size:
-        return []
-    ends = np.flatnonzero(np.diff(rows) > max_gap + 1)
-    starts = rows[np.concatenate(([0], ends + 1))]
-    stops = rows[np.concatenate((ends, [rows.size - 1]))] + 1
-    return list(zip(starts.tolist(), stops.tolist(), strict=True))
-
-
-def _sum_runs(rows: _Rows, got: U32Array, runs: Runs) -> int:
-    """CRC32C of the rows in ``runs`` into the same places of ``got``; CPU time in ns."""
+def _sum(rows: _Rows, got: U32Array, places: I64Array | None) -> int:
+    """CRC32C of the rows at ``places`` into ``got``; CPU time in ns."""
     start_ns = time.thread_time_ns()
-    for start, stop in runs:
-        if rows.rows is None:
-            kernels.crc32c(rows.out[start:stop], got[start:stop])
-        else:
-            kernels.crc32c(rows.out, got[start:stop], rows.rows[start:stop])
+    index = rows.rows
+    if places is not None:
+        index = places if index is None else index[places]
+    kernels.crc32c(rows.out, got, index)
     return time.thread_time_ns() - start_ns
 
 

@@ -34,7 +34,7 @@ class FakeDevice:
     def __post_init__(self) -> None:
         if not (self.latency_us >= 0 and self.bytes_per_s > 0):
             raise ValueError(
-                f"a device of {self.latency_us} us (expected >= 0) and {self.bytes_per_s} bytes/s (expected > 0)"
+                f"a device of {self.latency_us} us and {self.bytes_per_s} bytes/s, expected >= 0 and > 0"
             )
 
 

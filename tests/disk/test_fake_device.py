@@ -96,7 +96,7 @@ async def test_reads_that_come_short_take_their_time_again() -> None:
     await engine.close()
 
 
-@pytest.mark.parametrize("latency_us, bytes_per_s", [(-1.0, 1e9), (1.0, 0.0), (float("nan"), 1.0)])
+@pytest.mark.parametrize(("latency_us", "bytes_per_s"), [(-1.0, 1e9), (1.0, 0.0), (float("nan"), 1.0)])
 def test_what_is_no_device(latency_us: float, bytes_per_s: float) -> None:
     with pytest.raises(ValueError, match="expected"):
         FakeDevice(latency_us, bytes_per_s)

@@ -56,6 +56,20 @@ class Machine(RuleBasedStateMachine):
         np.testing.assert_array_equal(self.window.row_of[layer][ids], before)
         self.insert(layer, ids, guessed=False)
 
+    @rule(layer=layers, tokens=st.lists(ids_of_a_layer, min_size=1, max_size=6))
+    def prompt(self, layer: int, tokens: list[I64Array]) -> None:
+        self.step += 1
+        tail = np.zeros((len(tokens), NEURONS), np.bool_)
+        for token, ids in zip(tail, tokens, strict=True):
+            token[ids] = True
+        before = self.window.row_of[layer].copy()
+        taken, rows = self.window.remember(layer, tail, self.step)
+        assert (before[taken] < 0).all()
+        assert tail.any(axis=0)[taken].all()
+        assert self.window.used[layer] <= max(self.window.capacity[layer], self.window.n_in_flight[layer])
+        if len(taken):
+            self.flying.append((layer, taken, rows))
+
     @rule(layer=layers, ids=ids_of_a_layer)
     def guess(self, layer: int, ids: I64Array) -> None:
         self.insert(layer, ids, guessed=True)
@@ -78,11 +92,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, MOST_ROWS), layer=layers)
     def steal(self, n: int, layer: int) -> None:
-        used, settled = self.window.used[layer], self.settled()
+        others = sum(1 for owner, _ in self.settled() if owner != layer)
+        before = self.window.pool.n_free
         self.window.steal(n, layer)
-        assert self.window.used[layer] == used
-        others = sum(1 for owner, _ in settled if owner != layer)
-        assert self.window.pool.n_free >= min(n, self.window.pool.n_free + others) - others
+        assert self.window.pool.n_free >= min(n, before + others)
 
     @rule(layer=layers, ids=ids_of_a_layer, n=st.integers(0, NEURONS))
     def release(self, layer: int, ids: I64Array, n: int) -> None:

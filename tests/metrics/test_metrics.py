@@ -11,6 +11,8 @@ from support import Daemon, serving
 from flashd.metrics.names import METRICS
 
 Tiny = Callable[[str], tuple[Any, Path]]
+# Too little for any layer to stay in RAM.
+STREAMED = ("--budget", "75%")
 COSTS = ("flash_wait", "memory", "compute", "overhead")
 
 
@@ -28,7 +30,7 @@ def value(families: dict[str, Any], name: str, sample: str, **labels: str) -> fl
 
 @pytest.fixture
 def served(tiny: Tiny, tmp_path: Path) -> Any:
-    with serving(tiny("opt")[1], tmp_path) as daemon:
+    with serving(tiny("opt")[1], tmp_path, *STREAMED) as daemon:
         yield daemon
 
 
@@ -68,7 +70,7 @@ def test_counters_move_by_what_was_asked(served: Daemon) -> None:
 
 def test_reads_rows_and_their_checks_are_counted(tiny: Tiny, tmp_path: Path) -> None:
     names = ("reads", "read_bytes", "delivered_bytes", "rows", "checked_rows", "check_seconds")
-    with serving(tiny("opt")[1], tmp_path, "--verify", "reads") as daemon:
+    with serving(tiny("opt")[1], tmp_path, "--verify", "reads", *STREAMED) as daemon:
         with daemon.http() as http:
             body = {"prompt": [5, 6, 7], "max_tokens": 10, "ignore_eos": True}
             assert http.post("/v1/completions", json=body).status_code == 200

@@ -3,161 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from support import ffn
+from prompt_setup import (
+    BIASES,
+    IN_PART,
+    LAYERS,
+    MIXED,
+    NEURONS,
+    SPEC,
+    THRESHOLDS,
+    WHOLE,
+    Expected,
+    RandomPredictor,
+    opened,
+)
 
-from flashd.disk.buffers import aligned_empty
-from flashd.disk.curve import CurvePoint, DeviceCurve
 from flashd.errors import DiskReadError
-from flashd.kernels.lane import ComputeLane
-from flashd.memory.eviction import make_policy
-from flashd.memory.pool import RowPool
-from flashd.memory.window import Window
-from flashd.predictor.base import Predictor
 from flashd.prefetch.dense import DenseFFN, SliceWeights
-from flashd.prefetch.prompt import WARM_TOKENS, PromptFFN, ReadCosts, cheaper_in_part
-from flashd.prefetch.sparse import SparseFFN
-from flashd.prefetch.stream import StreamingFFN
-from flashd.store.base import WrappedStore
-from flashd.store.in_memory import InMemoryStore
-from flashd.store.open import open_store
-from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
-from flashd.types import BoolArray, F32Array, FFNGeometry, I64Array, U8Array
-
-SPEC = tiny_spec("llama", d_model=96, d_ffn=1003, n_layers=3)
-LAYERS, NEURONS = SPEC.n_layers, SPEC.d_ffn
-# Buffers of 128 rows: eight slices a layer, the last one short.
-RING = {"ring_bytes": 4 * 128 * 4096, "n_buffers": 4}
-SLICE_ROWS = 128
-THRESHOLDS = (0.02,) * LAYERS
-BIASES = [np.random.default_rng(7).standard_normal(NEURONS, np.float32) for _ in range(LAYERS)]
-
-
-class _Random(Predictor):
-    """Requests neurons by a random projection: a mask of the input alone."""
-
-    def __init__(self, share: float) -> None:
-        self.name, self.n_layers, self.n_neurons, self.nbytes = "random", LAYERS, NEURONS, 0
-        rng = np.random.default_rng(3)
-        self._codes = rng.standard_normal((LAYERS, NEURONS, SPEC.d_model), np.float32)
-        self._codes /= np.linalg.norm(self._codes, axis=2, keepdims=True)
-        self._level = np.float32(np.quantile(rng.standard_normal(10000), 1 - share))
-
-    def masked(self, layer: int) -> bool:
-        return True
-
-    def predict(self, layer: int, x: F32Array) -> tuple[I64Array, BoolArray]:
-        # One product a token: the mask of a token must not depend on the batch.
-        wanted = np.stack([self._codes[layer] @ row > self._level for row in x])
-        ids = np.flatnonzero(wanted.any(axis=0))
-        return ids, np.ascontiguousarray(wanted[:, ids])
-
-
-class _Flaky(WrappedStore):
-    """Counts reads, delays them, and lets some fail."""
-
-    def __init__(self, inner: InMemoryStore | WrappedStore) -> None:
-        super().__init__(inner)
-        self.rng = np.random.default_rng(0)
-        self.fails = 0.0
-        self.delay_s = 0.0
-        self.ranges: list[int] = []
-        self.rows: list[tuple[int, I64Array]] = []
-
-    async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
-        self.ranges.append(layer)
-        await self._trouble()
-        await self.inner.read_range(layer, start, stop, out)
-
-    async def read_rows(
-        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
-    ) -> None:
-        self.rows.append((layer, ids))
-        await self._trouble()
-        await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
-
-    async def _trouble(self) -> None:
-        await asyncio.sleep(self.delay_s * self.rng.random())
-        if self.rng.random() < self.fails:
-            raise DiskReadError("asked for")
-
-    async def close(self) -> None:
-        await self.inner.close()
-
-
-def costs(whole: float, part: float) -> ReadCosts:
-    """A device on which reads up to 64 rows take ``part`` and a slice takes ``whole`` seconds."""
-    sizes = np.array([1, 64 * 1024, SLICE_ROWS * 1024], np.float64)
-    return ReadCosts(sizes, np.array([part, part, whole]))
-
-
-# By share requested, input and layer.
-Expected = dict[float, list[list[F32Array]]]
-WHOLE, IN_PART, MIXED = costs(1, 9), costs(1, 1e-9), costs(1, 0.06)
-
-
-@dataclass
-class Setup:
-    store: _Flaky
-    lane: ComputeLane
-    predictor: _Random
-    window: Window
-    stream: StreamingFFN
-    prompt: PromptFFN
-    decode: SparseFFN
-
-    async def run(self, layer: int, x: F32Array) -> F32Array:
-        """Through the decoder's way to a layer with a mask; a prompt's chunk if ``x`` is one."""
-        return await ffn(self.decode, layer, x)
-
-    def check(self) -> None:
-        self.window.check_integrity()
-        assert not any(self.window.n_in_flight)
-        for layer in range(LAYERS):
-            assert self.window.used[layer] <= self.window.capacity[layer]
+from flashd.prefetch.prompt import WARM_TOKENS, ReadCosts
+from flashd.testing.bundles import MadeBundle, make_bundle
+from flashd.types import F32Array
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> MadeBundle:
     return make_bundle(tmp_path_factory.mktemp("prompt"), SPEC)
-
-
-@asynccontextmanager
-async def opened(
-    made: MadeBundle,
-    capacity: int,
-    price: ReadCosts,
-    *,
-    policy: str = "lru",
-    share: float = 0.02,
-    from_disk: bool = False,
-) -> AsyncIterator[Setup]:
-    geometry = made.manifest.ffn
-    rows = (
-        await open_store(made.directory, made.manifest) if from_disk else InMemoryStore(geometry, made.rows)
-    )
-    store = _Flaky(rows)
-    lane = ComputeLane()
-    predictor = _Random(share)
-    matrix = aligned_empty((LAYERS * capacity + 64) * geometry.stride_bytes).reshape(
-        -1, geometry.stride_bytes
-    )
-    pool = RowPool(matrix, len(matrix), up_bias=True, gate_bias=True)
-    rule = make_policy(policy, LAYERS, NEURONS, 3, None)
-    window = Window(pool, LAYERS, NEURONS, [capacity] * LAYERS, rule, BIASES, BIASES)
-    stream = StreamingFFN(store, lane, "silu", BIASES, BIASES, thresholds=THRESHOLDS, layers=(), **RING)
-    prompt = PromptFFN(stream, lane, predictor, window, DenseFFN(geometry, "silu"), geometry, price)
-    decode = SparseFFN(store, lane, predictor, window, "silu", prompt, thresholds=THRESHOLDS, prefetch="off")
-    yield Setup(store, lane, predictor, window, stream, prompt, decode)
-    await decode.close()
-    await stream.close()
-    await store.close()
-    lane.close()
 
 
 def some_tokens(rng: np.random.Generator, count: int) -> F32Array:
@@ -176,7 +48,7 @@ def expected(made: MadeBundle, inputs: list[F32Array]) -> Expected:
     dense = DenseFFN(made.manifest.ffn, "silu")
     results: Expected = {}
     for share in (0.0, 0.02, 0.3):
-        predictor = _Random(share)
+        predictor = RandomPredictor(share)
         results[share] = [[np.zeros_like(x) for _ in range(LAYERS)] for x in inputs]
         for x, sums in zip(inputs, results[share], strict=True):
             for layer, acc in enumerate(sums):
@@ -287,6 +159,24 @@ async def test_layers_that_stream_are_read_ahead(made: MadeBundle, inputs: list[
         assert {layer for layer, _ in setup.store.rows} == {1}
 
 
+@pytest.mark.parametrize("dense", [0, 1, 2])
+@pytest.mark.parametrize("price", [WHOLE, IN_PART])
+async def test_nothing_is_read_ahead_in_vain(
+    made: MadeBundle, inputs: list[F32Array], price: ReadCosts, dense: int
+) -> None:
+    """A layer without a mask is read once in each pass, wherever it stands among those that have one."""
+    async with opened(made, 30, price, dense=(dense,)) as setup:
+        for _ in range(3):
+            for layer in range(LAYERS):
+                await setup.run(layer, inputs[1])
+                await asyncio.sleep(0)
+        ahead = sum(piece.layer == dense for piece in setup.stream._ring)
+        assert ahead == (4 if dense == 0 else 0)
+        assert setup.store.ranges.count(dense) == 3 * 8 + ahead
+        masked = 3 * 8 if price is WHOLE else 0
+        assert [setup.store.ranges.count(i) for i in range(LAYERS) if i != dense] == [masked] * 2
+
+
 async def test_failed_reads_and_cancelling_leave_all_usable(
     made: MadeBundle, inputs: list[F32Array], expected: Expected
 ) -> None:
@@ -325,39 +215,3 @@ async def test_from_flash(made: MadeBundle, inputs: list[F32Array], expected: Ex
         for x, wanted in zip(inputs, expected[0.02], strict=True):
             for layer in range(LAYERS):
                 np.testing.assert_array_equal(await setup.run(layer, x), wanted[layer])
-
-
-def test_what_is_cheaper() -> None:
-    geometry = make_geometry(stride_bytes=8192, n_neurons=1000)
-    price = ReadCosts.of(None)
-    few, most = np.arange(0, 256, 32), np.flatnonzero(np.arange(256) % 3)
-    chosen = cheaper_in_part(np.concatenate([few, 256 + most]), geometry, 256, price)
-    assert chosen.tolist() == [True, False, True, True]  # nothing to read at all is cheapest
-    run = np.arange(700, 760)  # neighbours are one read
-    assert cheaper_in_part(run, geometry, 256, price).all()
-    gaps = np.arange(0, 256, 2)
-    assert not cheaper_in_part(gaps, geometry, 256, price)[0]
-    over = ReadCosts(price.size_bytes, price.read_s, max_gap_bytes=8192)
-    spread = np.arange(0, 128, 2)  # read over its gaps it is half a slice
-    assert not cheaper_in_part(spread, geometry, 256, price)[0]
-    assert cheaper_in_part(spread, geometry, 256, over)[0]
-    assert cheaper_in_part(np.arange(0), geometry, 256, price).all()
-
-
-def make_geometry(stride_bytes: int, n_neurons: int) -> FFNGeometry:
-    return FFNGeometry(1, n_neurons, stride_bytes // 4, False, "f16", stride_bytes)
-
-
-def test_costs_are_the_measured_ones() -> None:
-    points = tuple(
-        CurvePoint(size, depth, gb_per_s * (0.5 if depth == 1 else 1), 1.0)
-        for size, gb_per_s in ((4096, 0.4), (65536, 1.6), (1 << 20, 2.0))
-        for depth in (1, 64)
-    )
-    measured = ReadCosts.of(DeviceCurve(points, "uring", True, "6.1", "it", 1, 1 << 30))
-    sizes = np.array([512, 4096, 65536, 1 << 20, 4 << 20])
-    assert measured.seconds(sizes).tolist() == pytest.approx(
-        [4096 / 0.4e9, 4096 / 0.4e9, 65536 / 1.6e9, (1 << 20) / 2e9, (4 << 20) / 2e9]
-    )
-    assert measured.max_gap_bytes > 0
-    assert ReadCosts.of(None).max_gap_bytes == 0

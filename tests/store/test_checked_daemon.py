@@ -24,6 +24,8 @@ BODY = {
     "return_tokens": True,
 }
 LAYER, NEURON = 1, 70
+# Too little for any layer to stay in RAM.
+STREAMED = ("--budget", "75%")
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def assert_named(answer: httpx.Response) -> None:
 @pytest.mark.parametrize("verify", ["auto", "reads"])
 def test_a_row_damaged_before_the_start(bundle: Path, tmp_path: Path, verify: str) -> None:
     flip(bundle)
-    with serving(bundle, tmp_path, "--verify", verify) as daemon:
+    with serving(bundle, tmp_path, "--verify", verify, *STREAMED) as daemon:
         for _ in range(2):
             assert_named(complete(daemon))
         with (
@@ -81,7 +83,7 @@ def test_a_row_damaged_before_the_start(bundle: Path, tmp_path: Path, verify: st
 
 
 def test_a_row_damaged_while_serving_is_found_at_the_next_read(bundle: Path, tmp_path: Path) -> None:
-    with serving(bundle, tmp_path, "--verify", "reads") as daemon:
+    with serving(bundle, tmp_path, "--verify", "reads", *STREAMED) as daemon:
         right = tokens(complete(daemon))
         flip(bundle)
         # One layer may have been read ahead of the damage: twelve steps read it again.
@@ -91,7 +93,7 @@ def test_a_row_damaged_while_serving_is_found_at_the_next_read(bundle: Path, tmp
 
 
 def test_a_row_damaged_while_serving_is_found_within_the_budget(bundle: Path, tmp_path: Path) -> None:
-    with serving(bundle, tmp_path) as daemon:
+    with serving(bundle, tmp_path, *STREAMED) as daemon:
         right = tokens(complete(daemon))
         flip(bundle)
         answers: list[httpx.Response] = []

@@ -29,6 +29,7 @@ from flashd.tools.bench.token.limit import memory_group
 from flashd.tools.bench.token.modes import MODES, modes_named
 from flashd.tools.bench.token.options import Sample, Task
 from flashd.tools.bench.token.report import token_rows
+from flashd.tools.bench.token.run import _modes
 from flashd.tools.bench.token.split import SplitStore, split_copy
 from flashd.tools.synth import SynthOptions, synth
 
@@ -224,7 +225,7 @@ SAMPLE = Sample(
     ms_per_token=10.0, flash_wait_ms=4.0, flash_busy_ms=5.0, memory_ms=1.0, compute_ms=4.0, overhead_ms=1.0,
     bytes_per_token=1e7, counted=True, engine_bytes_per_token=1e7, reads_per_token=9.0,
     needed_bytes_per_token=5e6, requested=100.0, hits=75.0, free_ms=8.0, linked_ms=10.0, peak_bytes=1 << 30,
-    base_bytes=1 << 20, kv_bytes=0, budget_bytes=1 << 30, prefill_s=1.0,
+    footprint_bytes=1 << 30, kv_bytes=0, budget_bytes=1 << 30, prefill_s=1.0,
 )  # fmt: skip
 
 
@@ -241,10 +242,13 @@ def test_a_row_is_the_median_round_beside_the_baselines():
 
 def test_what_cannot_be_measured_is_said_first(bundle, tmp_path):
     made = make_bundle(tmp_path / "plain", WIDE)
-    zarr = make_bundle(tmp_path / "zarr", WIDE, store="zarr")
     for folder, options, message in (
-        (made.directory, TokenOptions("50%"), "has no predictors"),
-        (zarr.directory, TokenOptions("50%"), "a zarr store cannot be compared with a split layout"),
+        (
+            made.directory,
+            TokenOptions("50%", modes=("prefetch",)),
+            r"\+prefetch: the bundle has no predictors",
+        ),
+        (made.directory, TokenOptions("50%", tokens=64), "too many for a context of 64"),
         (bundle, TokenOptions("50%", modes=("fast",)), "unknown mode 'fast'; known: naive, hybrid"),
         (bundle, TokenOptions("auto"), "the budget is auto"),
         (bundle, TokenOptions("lots"), "budget is 'lots'"),
@@ -277,3 +281,17 @@ def test_a_group_of_its_own_enforces_its_limit():
         )
         assert (done.stdout, done.returncode) == ("in\n", -9)
     assert not group.exists()
+
+
+def test_modes_that_a_bundle_cannot_have_are_left_out_with_a_note(tmp_path):
+    padded = make_bundle(tmp_path / "padded", tiny_spec(max_context=128))
+    plain = make_bundle(tmp_path / "zarr", replace(WIDE, max_context=128), store="zarr")
+    options = TokenOptions("50%", tokens=4, warmup_tokens=4, prompt_tokens=16)
+    for made in (padded, plain):
+        modes, notes = _modes(made.directory, made.manifest, options)
+        assert [mode.name for mode in modes] == ["naive", "hybrid"]
+        assert "the bundle has no predictors" in notes[0]
+        (made.directory / "calibration.json").touch()
+        modes, notes = _modes(made.directory, made.manifest, options)
+        assert [mode.name for mode in modes] == ["naive", "hybrid", "+bundling", "+prefetch"]
+        assert notes[0].startswith("left out +predictor, +window: ")

@@ -278,7 +278,7 @@ def test_intervals_are_wilsons() -> None:
 
 
 def test_a_long_answer_is_steady(plain: Path) -> None:
-    report = bench_steady(DaemonConfig(model=str(plain)), 200, "hello", silent)
+    report = bench_steady(DaemonConfig(model=str(plain)), 200, "hello", 2, silent)
     assert [row.sampling for row in report.rows] == ["greedy", "nucleus"]
     for row in report.rows:
         assert row.kv_bytes == (report.prompt_tokens + 199) * 3 * 2 * 32 * 2
@@ -286,4 +286,4 @@ def test_a_long_answer_is_steady(plain: Path) -> None:
         assert row.footprint_spread < 0.05
     for tokens, message in ((600, "context of 512"), (5, "20 or more")):
         with pytest.raises(ConfigError, match=message):
-            bench_steady(DaemonConfig(model=str(plain)), tokens, "hello", silent)
+            bench_steady(DaemonConfig(model=str(plain)), tokens, "hello", 1, silent)

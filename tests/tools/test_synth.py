@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import signal
 import subprocess
 import sys
@@ -237,5 +236,3 @@ def test_the_command(tmp_path):
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 1
     assert "exists; choose another place" in again.stderr
-    report = subprocess.run([*command, "--overwrite", "--json"], capture_output=True, text=True, check=True)
-    assert json.loads(report.stdout)["synthetic"] is True

@@ -31,7 +31,7 @@ constexpr int64_t kSkip = -1;
 // How a batch ended.
 enum class End { ok, failed, truncated, dropped };
 
-// One batch: pointers into the caller's arrays, which `owners` keeps alive.
+// One batch: pointers into the caller's arrays, which `owners` keeps alive, or into its own.
 struct Batch {
     uint64_t id = 0;
     bool prefetch = false;
@@ -44,6 +44,8 @@ struct Batch {
     const uint8_t* in_place = nullptr;  // else through scratch
     uint8_t* dest = nullptr;
     nb::object owners;
+    std::vector<int64_t> owned;
+    std::vector<uint8_t> owned_in_place;
     std::chrono::steady_clock::time_point submitted;
 
     int64_t next = 0;         // first piece that was not taken yet

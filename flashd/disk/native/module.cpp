@@ -8,6 +8,7 @@
 #include <system_error>
 
 #include "fake.hpp"
+#include "rows.hpp"
 #include "threads.hpp"
 #include "uring.hpp"
 
@@ -62,6 +63,27 @@ uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Int
     return core.submit(std::move(batch));
 }
 
+uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, Ints ids, Ints rows, Bytes dest,
+                     int64_t max_gap, int64_t max_run, bool prefetch) {
+    if (file < 0 || file >= core.n_files() || size_of(ids) != size_of(rows) || size_of(ids) < 1)
+        throw std::invalid_argument("submit_rows: no such file, or not one row for each id");
+    RowRequest want;
+    want.ids = ids.data();
+    want.rows = rows.data();
+    want.count = size_of(ids);
+    want.file = file;
+    want.offset = offset;
+    want.stride = stride;
+    want.max_gap = max_gap;
+    want.max_run = max_run;
+    want.dest = dest.data();
+    want.dest_rows = stride < 1 ? 0 : static_cast<int64_t>(dest.shape(0)) / stride;
+    auto batch = plan_rows(want);
+    batch->prefetch = prefetch;
+    batch->owners = nb::make_tuple(dest);
+    return core.submit(std::move(batch));
+}
+
 nb::list completed(Core& core) {
     nb::list result;
     for (const Done& done : core.completed()) {
@@ -108,6 +130,8 @@ NB_MODULE(_native, module) {
     nb::class_<Core>(module, "Core")
         .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
              arg("at"), arg("in_place"), arg("dest"), arg("prefetch"))
+        .def("submit_rows", &submit_rows, arg("file"), arg("offset"), arg("stride"), arg("ids"), arg("rows"),
+             arg("dest"), arg("max_gap"), arg("max_run"), arg("prefetch"))
         .def("cancel", &Core::cancel, arg("batch"))
         .def("completed", &completed)
         .def("fileno", &Core::event_fd)

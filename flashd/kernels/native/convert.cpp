@@ -24,12 +24,7 @@ void crc32c(nb::handle rows_, nb::handle out_, nb::handle index_) {
     // A multiple of the three rows that run interleaved.
     parallel_for(
         [&](int64_t first, int64_t last, int) {
-            if (args.index == nullptr) {
-                crc32c_rows(start + first * stride, stride, last - first, sums + first, hardware);
-                return;
-            }
-            for (int64_t j = first; j < last; ++j)
-                crc32c_rows(start + args.index[j] * stride, stride, 1, sums + j, hardware);
+            crc32c_rows(start, stride, args.index, first, last, sums, hardware);
         },
         args.count, (chunk_of(stride) + 2) / 3 * 3, args.count * stride < kSerialCrcBytes ? 1 : thread_count());
 }

@@ -79,15 +79,15 @@ FLASHD_CRC_TARGET inline uint32_t step8(uint32_t crc, uint8_t byte) {
 }
 
 template <int kRows>
-FLASHD_CRC_TARGET void hardware_rows(const uint8_t* rows, int64_t bytes, uint32_t* out) {
+FLASHD_CRC_TARGET void hardware_rows(const uint8_t* const* rows, int64_t bytes, uint32_t* out) {
     uint32_t crc[kRows];
     for (int r = 0; r < kRows; ++r) crc[r] = ~0u;
     int64_t i = 0;
     for (; i + 8 <= bytes; i += 8)
 #pragma GCC unroll 3
-        for (int r = 0; r < kRows; ++r) crc[r] = step64(crc[r], load64(rows + r * bytes + i));
+        for (int r = 0; r < kRows; ++r) crc[r] = step64(crc[r], load64(rows[r] + i));
     for (; i < bytes; ++i)
-        for (int r = 0; r < kRows; ++r) crc[r] = step8(crc[r], rows[r * bytes + i]);
+        for (int r = 0; r < kRows; ++r) crc[r] = step8(crc[r], rows[r][i]);
     for (int r = 0; r < kRows; ++r) out[r] = ~crc[r];
 }
 
@@ -105,17 +105,25 @@ bool has_crc32c_instruction() {
 #endif
 }
 
-void crc32c_rows(const uint8_t* rows, int64_t stride_bytes, int64_t n, uint32_t* out, bool hardware) {
-    int64_t r = 0;
+void crc32c_rows(const uint8_t* rows, int64_t stride_bytes, const int64_t* index, int64_t first, int64_t last,
+                 uint32_t* out, bool hardware) {
+    const auto row = [&](int64_t j) { return rows + (index == nullptr ? j : index[j]) * stride_bytes; };
+    int64_t r = first;
 #if defined(FLASHD_CRC_TARGET)
     if (hardware) {
-        for (; r + 3 <= n; r += 3) hardware_rows<3>(rows + r * stride_bytes, stride_bytes, out + r);
-        for (; r < n; ++r) hardware_rows<1>(rows + r * stride_bytes, stride_bytes, out + r);
+        for (; r + 3 <= last; r += 3) {
+            const uint8_t* three[] = {row(r), row(r + 1), row(r + 2)};
+            hardware_rows<3>(three, stride_bytes, out + r);
+        }
+        for (; r < last; ++r) {
+            const uint8_t* one[] = {row(r)};
+            hardware_rows<1>(one, stride_bytes, out + r);
+        }
     }
 #else
     (void)hardware;
 #endif
-    for (; r < n; ++r) out[r] = table_row(rows + r * stride_bytes, stride_bytes);
+    for (; r < last; ++r) out[r] = table_row(row(r), stride_bytes);
 }
 
 }  // namespace flashd

@@ -30,7 +30,9 @@ const Level* neon_level();
 const Level* portable_level();
 
 // CRC32C of n rows; with instructions where the processor has them and `hardware` allows it.
-void crc32c_rows(const uint8_t* rows, int64_t stride_bytes, int64_t n, uint32_t* out, bool hardware);
+// CRC32C of rows first..last-1 of `index` (null: of `rows`) into out[first..last-1].
+void crc32c_rows(const uint8_t* rows, int64_t stride_bytes, const int64_t* index, int64_t first, int64_t last,
+                 uint32_t* out, bool hardware);
 bool has_crc32c_instruction();
 
 }  // namespace flashd

@@ -10,7 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
 
@@ -74,6 +74,7 @@ class SteadyReport:
     model: str
     tokens: int
     prompt_tokens: int
+    rounds: int
     rows: tuple[SteadyRow, ...]
 
 
@@ -86,13 +87,16 @@ class _Trace:
     footprint: list[tuple[int, int]]
 
 
-def bench_steady(config: DaemonConfig, tokens: int, prompt: str, progress: Progress) -> SteadyReport:
+def bench_steady(
+    config: DaemonConfig, tokens: int, prompt: str, rounds: int, progress: Progress
+) -> SteadyReport:
     """Generate ``tokens`` tokens greedily, then as many by nucleus sampling.
 
     Args:
         config: what ``flashd start`` would be told.
         tokens: of each answer.
         prompt: what to continue; empty: tokens drawn at random.
+        rounds: how often; the one with the median ratio counts, and the largest spread.
         progress: called after some tokens.
 
     Raises:
@@ -101,10 +105,12 @@ def bench_steady(config: DaemonConfig, tokens: int, prompt: str, progress: Progr
     """
     if tokens < _MIN_TOKENS:
         raise ConfigError(f"--tokens is {tokens}, expected {_MIN_TOKENS} or more")
-    return asyncio.run(_bench(config, tokens, prompt, progress))
+    return asyncio.run(_bench(config, tokens, prompt, rounds, progress))
 
 
-async def _bench(config: DaemonConfig, tokens: int, prompt: str, progress: Progress) -> SteadyReport:
+async def _bench(
+    config: DaemonConfig, tokens: int, prompt: str, rounds: int, progress: Progress
+) -> SteadyReport:
     runtime = await build(config)
     try:
         ids = _prompt(runtime, prompt)
@@ -120,14 +126,19 @@ async def _bench(config: DaemonConfig, tokens: int, prompt: str, progress: Progr
         }
         serving = asyncio.create_task(runtime.engine.run())
         try:
-            rows = [await _row(runtime, ids, name, each, progress) for name, each in params.items()]
+            tries = [
+                [await _row(runtime, ids, name, each, progress) for name, each in params.items()]
+                for _ in range(rounds)
+            ]
         finally:
             serving.cancel()
             with suppress(asyncio.CancelledError):
                 await serving
     finally:
         await runtime.close()
-    return SteadyReport(str(config.model_dir), tokens, len(ids), tuple(rows))
+    return SteadyReport(
+        str(config.model_dir), tokens, len(ids), rounds, tuple(map(_middle, zip(*tries, strict=True)))
+    )
 
 
 def _prompt(runtime: Runtime, prompt: str) -> list[int]:
@@ -156,7 +167,8 @@ async def _row(
         count = len(trace.wall)
         if count == 1:
             kv_bytes = await _touch(runtime, session)
-        if count >= tenth and count % max(1, tenth // _SAMPLES_PER_TENTH) == 0:
+        # With its last token the answer has given its KV cache back.
+        if tenth <= count < tokens and count % max(1, tenth // _SAMPLES_PER_TENTH) == 0:
             trace.footprint.append((count, footprint_bytes() - kv_bytes))
         progress(name, count, tokens)
     return _summary(name, trace, tenth, kv_bytes)
@@ -201,6 +213,13 @@ def _summary(name: str, trace: _Trace, tenth: int, kv_bytes: int) -> SteadyRow:
         footprint_spread=spread,
         steady=ratio <= MAX_SLOWDOWN and spread <= MAX_SPREAD,
     )
+
+
+def _middle(rows: tuple[SteadyRow, ...]) -> SteadyRow:
+    """The row with the median ratio (of an even number the later), and the largest spread of all."""
+    row = sorted(rows, key=lambda row: row.ratio)[len(rows) // 2]
+    spread = max(row.footprint_spread for row in rows)
+    return replace(row, footprint_spread=spread, steady=row.ratio <= MAX_SLOWDOWN and spread <= MAX_SPREAD)
 
 
 def footprint_bytes() -> int:

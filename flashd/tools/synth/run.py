@@ -67,7 +67,7 @@ def synth(
 ) -> SynthReport:
     """Write a bundle of a model's exact shape with made-up weights, and predictors that fit them.
 
-    Resumes and publishes as ``convert`` does; needs no more memory than that and some 50 MB of noise.
+    Resumes and publishes as ``convert`` does; needs no more memory than that and some 20 MB of noise.
 
     Args:
         dest: the bundle to make.

@@ -14,7 +14,7 @@ from flashd.tools.synth.code import Code
 from flashd.types import F32Array, WeightArray
 
 # Elements of the noise. Odd, so that rows of no width repeat at its period.
-_NOISE = (4 << 20) - 3
+_NOISE = (1 << 20) - 3
 # Standard deviations. Of embeddings as of the code's part: each is half of what a norm sees.
 _EMBED = 0.5
 _POSITION = 0.1

@@ -46,7 +46,7 @@ def _make(version: int, parent: Path, limit_bytes: int) -> tuple[Path | None, st
     group = parent / f"flashd-bench-{os.getpid()}"
     limit, swap = _FILES[version]
     try:
-        group.mkdir()
+        group.mkdir(exist_ok=True)  # a process of the same number may have been killed
     except OSError as exc:
         return None, f"{parent}: no cgroup can be made ({exc.strerror})"
     try:

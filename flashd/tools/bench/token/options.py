@@ -103,8 +103,9 @@ class Sample:
         requested, hits: rows per token; 0 without masks.
         free_ms: of the steps that were done once more, each, on their own; 0 if none.
         linked_ms: of the same steps, as they were.
-        peak_bytes: the most resident memory of the process.
-        base_bytes: what it had before anything was loaded.
+        peak_bytes: the most resident memory of the process, files that are mapped included.
+        footprint_bytes: the most of its own memory (RssAnon and RssShmem), sampled 20 times a second, less
+            what it had before anything was loaded.
         kv_bytes: of the KV cache in use at the end.
         budget_bytes: what the budget was.
         prefill_s: of the prompt.
@@ -127,7 +128,7 @@ class Sample:
     free_ms: float
     linked_ms: float
     peak_bytes: int
-    base_bytes: int
+    footprint_bytes: int
     kv_bytes: int
     budget_bytes: int
     prefill_s: float

@@ -27,7 +27,7 @@ from flashd.tools.bench.token.limit import memory_group
 from flashd.tools.bench.token.modes import Mode, modes_named
 from flashd.tools.bench.token.options import Sample, Task, TokenOptions
 from flashd.tools.bench.token.report import TokenReport, TokenRow, token_rows
-from flashd.tools.bench.token.split import split_copy
+from flashd.tools.bench.token.split import parts_of, split_copy
 
 # Beside the budget: interpreter and libraries, scratch of a prompt's chunk, and what the free run keeps.
 _PROCESS_BYTES = 256 << 20
@@ -58,9 +58,8 @@ def bench_token(
         DiskReadError: the device failed.
         FlashdError: a mode failed; says what it said.
     """
-    modes = modes_named(options.modes)
     manifest = open_manifest(directory)
-    _check(directory, manifest, modes, options)
+    modes, left_out = _modes(directory, manifest, options)
     budget_bytes = _budget_bytes(directory, manifest, options.budget)
     longest = 1 + options.prompt_tokens + options.warmup_tokens + max(options.tokens, options.dense_tokens)
     kv_bytes = kv_bytes_per_token(manifest.model, "f16") * longest
@@ -100,26 +99,48 @@ def bench_token(
         tokens=options.tokens,
         dense_tokens=options.dense_tokens,
         rounds=options.rounds,
-        notes=_notes(samples, rows),
+        notes=[*left_out, *_notes(samples, rows)],
     )
 
 
-def _check(directory: Path, manifest: Manifest, modes: tuple[Mode, ...], options: TokenOptions) -> None:
-    if manifest.store != "file" and any(mode.sparse and not mode.bundled for mode in modes):
-        raise ConfigError(
-            f"{directory}: a {manifest.store} store cannot be compared with a split layout; convert with "
-            "--store file, or leave +predictor and +window out with --mode"
-        )
-    if any(mode.sparse for mode in modes) and not (directory / CALIBRATION).is_file():
-        raise ConfigError(
-            f"{directory}: has no predictors; make some with flashd calibrate, or measure --mode naive,hybrid"
-        )
+def _modes(directory: Path, manifest: Manifest, options: TokenOptions) -> tuple[tuple[Mode, ...], list[str]]:
+    """What is measured, and why other modes are not; what was named must be possible."""
+    modes, why = list(modes_named(options.modes)), []
+    for problem, concerned in (
+        (_no_predictors(directory), [mode for mode in modes if mode.sparse]),
+        (_no_split(manifest), [mode for mode in modes if mode.sparse and not mode.bundled]),
+    ):
+        if not problem or not concerned:
+            continue
+        text = f"{', '.join(mode.name for mode in concerned)}: {problem}"
+        if options.modes is not None:
+            raise ConfigError(f"{directory}: {text}")
+        why.append(f"left out {text}")
+        modes = [mode for mode in modes if mode not in concerned]
     need = 1 + options.prompt_tokens + options.warmup_tokens + options.tokens
     if need > manifest.model.max_context:
         raise ConfigError(
             f"{options.prompt_tokens} prompt tokens and {1 + options.warmup_tokens + options.tokens} others "
             f"are too many for a context of {manifest.model.max_context}"
         )
+    return tuple(modes), why
+
+
+def _no_predictors(directory: Path) -> str:
+    """Why there is nothing sparse; empty if there is."""
+    found = (directory / CALIBRATION).is_file()
+    return "" if found else "the bundle has no predictors; make some with flashd calibrate"
+
+
+def _no_split(manifest: Manifest) -> str:
+    """Why a split copy cannot be made; empty if it can."""
+    if manifest.store != "file":
+        return f"a {manifest.store} store cannot be compared with a split layout; convert with --store file"
+    try:
+        parts_of(manifest.ffn)
+    except ConfigError as exc:
+        return str(exc)
+    return ""
 
 
 def _budget_bytes(directory: Path, manifest: Manifest, budget: str) -> int:
@@ -182,7 +203,7 @@ def _notes(samples: dict[str, list[Sample]], rows: list[TokenRow]) -> list[str]:
         notes.append("bytes are the engines' own count: the kernel counts no reads of this file system")
     for row in rows:
         if not row.within_budget:
-            notes.append(f"{row.mode} took more memory than the budget: a peak of {row.ram_gb:.2f} GB")
+            notes.append(f"{row.mode} took more memory than the budget: {row.footprint_gb:.2f} GB")
     return list(dict.fromkeys(notes))
 
 

@@ -58,7 +58,7 @@ def parts_of(geometry: FFNGeometry) -> FFNGeometry:
 
 @contextmanager
 def split_copy(directory: Path, manifest: Manifest, scratch: Path, progress: Progress) -> Iterator[Path]:
-    """A split copy of a bundle's rows, removed at the end of the block.
+    """A split copy of a bundle's rows, gone at the end of the block; other processes may open it, too.
 
     Args:
         directory: the bundle.
@@ -81,16 +81,13 @@ def split_copy(directory: Path, manifest: Manifest, scratch: Path, progress: Pro
             f"{scratch}: a split copy needs {total / 1e9:.3f} GB, the disk has {free / 1e9:.3f} GB free; "
             "give --scratch on another disk like it, or leave the modes without bundling out"
         )
-    handle, name = tempfile.mkstemp(prefix="flashd-split-", dir=scratch)
-    try:
-        with os.fdopen(handle, "wb") as out:
-            _write(directory / BUNDLE, manifest, parts, out.fileno(), total, progress)
-            os.fsync(out.fileno())
-            # Whatever of it is still in the page cache is memory that nobody should count on.
-            os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        yield Path(name)
-    finally:
-        Path(name).unlink(missing_ok=True)
+    # It has no name: however this process ends, nothing of it is left.
+    with tempfile.TemporaryFile(dir=scratch) as out:
+        _write(directory / BUNDLE, manifest, parts, out.fileno(), total, progress)
+        os.fsync(out.fileno())
+        # Whatever of it is still in the page cache is memory that nobody should count on.
+        os.posix_fadvise(out.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        yield Path(f"/proc/{os.getpid()}/fd/{out.fileno()}")
 
 
 def _write(

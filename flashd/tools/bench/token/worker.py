@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from flashd.runtime.costs import Reading
     from flashd.runtime.session import Session
     from flashd.tools.bench.token.build import Built
+
+_WATCH_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class _Moment:
 
 def main() -> None:
     """Run the task given as JSON; print its ``Sample`` as JSON, or ``{"error": ...}``."""
+    logging.disable(logging.WARNING)  # once would do, and the parent says it
     task = Task(**json.loads(sys.argv[1]))
     try:
         if task.group:
@@ -56,15 +60,15 @@ async def run_task(task: Task) -> Sample:
     """Load, generate, measure, and do the last steps once more without dependencies."""
     from flashd.tools.bench.token.build import build_mode
 
-    base_bytes = _status_bytes("VmRSS")
+    footprint = _Footprint()  # everything is imported
     built = await build_mode(task)
     try:
-        return await _measured(task, built, base_bytes)
+        return await _measured(task, built, footprint)
     finally:
         await built.runtime.close()
 
 
-async def _measured(task: Task, built: Built, base_bytes: int) -> Sample:
+async def _measured(task: Task, built: Built, footprint: _Footprint) -> Sample:
     from flashd.kv.contiguous import kv_bytes_per_token
     from flashd.tools.bench.token.free_run import free_run
 
@@ -74,6 +78,7 @@ async def _measured(task: Task, built: Built, base_bytes: int) -> Sample:
     recorder, moments, prefill_s = built.recorder, [], 0.0
     first, last = 1 + task.warmup_tokens, 1 + task.warmup_tokens + task.tokens
     serving = asyncio.create_task(runtime.engine.run())
+    watching = asyncio.create_task(footprint.watch())
     try:
         with recorder.kernel_calls():
             n = 0
@@ -88,7 +93,8 @@ async def _measured(task: Task, built: Built, base_bytes: int) -> Sample:
                     recorder.next_step()
     finally:
         serving.cancel()
-        await asyncio.wait([serving])
+        watching.cancel()
+        await asyncio.wait([serving, watching])
     peak_bytes = _status_bytes("VmHWM")
     free_s = await free_run(recorder.steps, runtime.lane) if recorder.steps else []
     start, end = moments[0], moments[-1]
@@ -103,7 +109,7 @@ async def _measured(task: Task, built: Built, base_bytes: int) -> Sample:
         free_ms=1e3 * sum(free_s[-linked:]) / linked if linked else 0.0,
         linked_ms=linked_ns / 1e6 / linked if linked else 0.0,
         peak_bytes=peak_bytes,
-        base_bytes=base_bytes,
+        footprint_bytes=footprint.peak_bytes,
         kv_bytes=kv_bytes_per_token(runtime.manifest.model, "f16") * (task.prompt_tokens + last),
         budget_bytes=runtime.ffn.allocation.budget_bytes if runtime.ffn.allocation else 0,
         prefill_s=prefill_s,
@@ -178,10 +184,30 @@ def _bytes(runtime: Runtime, start: _Moment, end: _Moment, tokens: int) -> dict[
     }
 
 
-def _status_bytes(name: str) -> int:
-    """A line of ``/proc/self/status``, e.g. the peak of resident memory."""
+class _Footprint:
+    """The process's own memory from now on.
+
+    Attributes:
+        peak_bytes: the most that it has grown by.
+    """
+
+    def __init__(self) -> None:
+        self._base_bytes = _status_bytes("RssAnon", "RssShmem")
+        self.peak_bytes = 0
+
+    async def watch(self) -> None:
+        """Look again and again, until cancelled."""
+        while True:
+            grown = _status_bytes("RssAnon", "RssShmem") - self._base_bytes
+            self.peak_bytes = max(self.peak_bytes, grown)
+            await asyncio.sleep(_WATCH_S)
+
+
+def _status_bytes(*names: str) -> int:
+    """Lines of ``/proc/self/status`` added up."""
+    wanted = tuple(f"{name}:" for name in names)
     with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith(f"{name}:"))
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(wanted))
 
 
 if __name__ == "__main__":

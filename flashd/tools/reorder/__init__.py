@@ -1,0 +1,1 @@
+"""``flashd reorder``: neurons that are read together become neighbours in the file."""

@@ -1,0 +1,102 @@
+"""What to read, and whether reading ahead pays: pure decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashd.prefetch import benefit
+from flashd.prefetch.benefit import HOLD_STEPS, WARM_UP_STEPS, PrefetchBenefit
+from flashd.prefetch.plan import round_end, split, worth_reading
+
+rows_of_a_layer = st.lists(st.integers(-1, 20), max_size=30).map(lambda some: np.array(some, np.int64))
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(rows_of_a_layer, st.sets(st.integers(0, 20)), st.integers(0, 31))
+def test_every_wanted_row_is_in_one_place(rows: np.ndarray, flying: set[int], room: int) -> None:
+    in_flight = np.isin(np.arange(21), list(flying))
+    parts = split(rows, in_flight)
+    assert sorted([*parts.here, *parts.coming, *parts.missing]) == list(range(len(rows)))
+    assert (rows[parts.missing] < 0).all()
+    assert in_flight[rows[parts.coming]].all()
+    assert not in_flight[rows[parts.here]].any()
+    none = split(rows, None)
+    assert sorted([*parts.here, *parts.coming]) == none.here.tolist()
+    stop = round_end(parts.missing, 0, len(rows), room)
+    assert np.count_nonzero(rows[:stop] < 0) == min(room, len(parts.missing))
+    assert stop == len(rows) or rows[stop] < 0
+
+
+def test_a_guess_is_read_as_far_as_there_is_room() -> None:
+    guess, rows = np.array([2, 3, 5, 8]), np.array([-1, 4, -1, -1])
+    assert worth_reading(guess, rows, 9).tolist() == [2, 5, 8]
+    assert worth_reading(guess, rows, 2).tolist() == [2, 5]
+    assert worth_reading(guess, rows, -1).tolist() == []
+
+
+def run(chooser: PrefetchBenefit, steps: int, cost: Callable[[bool], float], tokens: int = 1) -> list[bool]:
+    """Steps that take so long with and without reading ahead; what was done in each."""
+    done = []
+    for _ in range(steps):
+        done.append(chooser.active)
+        chooser.step_done(int(cost(chooser.active) * 1e6), tokens)
+    return done
+
+
+ONE_ROUND = WARM_UP_STEPS + benefit._TRIAL_STEPS + HOLD_STEPS
+
+
+def test_on_and_off_are_what_they_say() -> None:
+    for mode in ("on", "off"):
+        chooser = PrefetchBenefit(mode, [1, 2], 3)
+        chooser.observe(1, 1000, 0)
+        assert run(chooser, 700, lambda on: 2.0 if on else 1.0) == [mode == "on"] * 700
+        assert [chooser.wants(layer) for layer in range(3)] == [False, mode == "on", mode == "on"]
+
+
+def test_it_turns_itself_off_where_steps_get_longer_and_on_again() -> None:
+    chooser = PrefetchBenefit("auto", [1, 2], 3)
+    done = run(chooser, ONE_ROUND, lambda on: 1.1 if on else 1.0)
+    assert not chooser.preferred
+    assert done[-HOLD_STEPS:] == [False] * HOLD_STEPS
+    # Times have changed: the next trial finds out.
+    done = run(chooser, benefit._TRIAL_STEPS + HOLD_STEPS, lambda on: 0.9 if on else 1.0)
+    assert done[-HOLD_STEPS + 1 :] == [True] * (HOLD_STEPS - 1)
+
+
+def test_noise_changes_nothing() -> None:
+    rng = np.random.default_rng(1)
+    chooser = PrefetchBenefit("auto", [1], 2)
+    run(chooser, 5 * ONE_ROUND, lambda on: 1 + 0.02 * float(rng.random()) + (rng.random() < 0.1) * 5.0)
+    assert chooser.preferred
+
+
+def test_a_layer_that_guesses_badly_is_left_out_until_the_next_trial() -> None:
+    chooser = PrefetchBenefit("auto", [1, 2], 3)
+    for _ in range(4):
+        chooser.observe(1, 30, 2)
+        chooser.observe(2, 30, 25)
+    assert [chooser.wants(layer) for layer in range(3)] == [False, False, True]
+    assert chooser.layers == 1
+    assert chooser.precision(1) == pytest.approx(2 / 30)
+    run(chooser, WARM_UP_STEPS, lambda on: 1.0)
+    assert chooser.wants(1)
+
+
+def test_a_batch_of_another_size_is_not_compared() -> None:
+    """Longer steps because of more sequences are not the fault of reading ahead."""
+    chooser = PrefetchBenefit("auto", [1], 2)
+    run(chooser, WARM_UP_STEPS, lambda on: 1.0)
+    for i in range(40):
+        run(chooser, 3, lambda on: 9.0 if on else 1.0, tokens=1 + i % 2)
+    assert chooser.preferred
+
+
+def test_without_a_layer_to_guess_there_is_nothing_to_try() -> None:
+    chooser = PrefetchBenefit("auto", [], 3)
+    assert run(chooser, 100, lambda on: 1.0) == [False] * 100
