@@ -248,6 +248,8 @@ def _train(task: Task) -> _Results:
 
 def _publish(task: Task, manifest: Manifest, results: _Results, texts: Sequence[Path]) -> CalibrateReport:
     """Measure what has come out, and write it."""
+    from flashd.tools.calibrate.train import default_epochs
+
     layers, tensors = _assemble(results)
     options = task.options
     calibration = Calibration(
@@ -263,7 +265,7 @@ def _publish(task: Task, manifest: Manifest, results: _Results, texts: Sequence[
         provenance={
             "flashd": flashd.__version__,
             "texts": ", ".join(path.name for path in texts),
-            "epochs": str(options.epochs),
+            "epochs": str(options.epochs or default_epochs(task.sequences.rows("train").stop)),
             "fn_target": f"{options.fn_target:g}",
             "fp_target": f"{options.fp_target:g}",
             "max_requested": f"{options.max_requested:g}",
