@@ -130,5 +130,8 @@ def test_missed_norm_and_threshold(tmp_path: Path, family: str) -> None:
         scratch.close_records()
         records = scratch.records(1, 20)
         np.testing.assert_array_equal(np.unpackbits(records["mask"], axis=1, count=80).astype(bool), wanted)
+        scratch.reserve(1000)
+        with pytest.raises(CalibrationError, match=r"need \d+\.\d+ GB .*--samples"):
+            scratch.reserve(1 << 50)
         threshold = asyncio.run(threshold_of(store, 1, "silu", None, records, 0.6))
     assert np.mean(np.abs(act) <= threshold) == pytest.approx(0.6, abs=0.01)

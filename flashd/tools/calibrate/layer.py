@@ -122,6 +122,7 @@ def _search(job: Job, layer: int, records: Any) -> tuple[LowRank, list[dict[str,
         return chosen, quality(_requested(chosen, held["x"], n), held["mask"], n)
 
     found: dict[int, tuple[LowRank, Quality]] = {}
+    whole: set[int] = set()
     low, high = 0, len(ranks) - 1
     while low <= high:
         middle = (low + high) // 2
@@ -132,14 +133,17 @@ def _search(job: Job, layer: int, records: Any) -> tuple[LowRank, list[dict[str,
             found[rank] = trained(rank, train_on[::stride], 1)
         if rank not in found or found[rank][1].false_positive <= _HOPELESS * options.fp_target:
             found[rank] = trained(rank, train_on, options.epochs)
+            whole.add(rank)
         if found[rank][1].false_positive <= options.fp_target:
             high = middle - 1
         else:
             low = middle + 1
     errors = {rank: each.false_positive for rank, (_, each) in found.items()}
     enough = [rank for rank, error in errors.items() if error <= options.fp_target]
-    chosen = min(enough) if enough else min(errors, key=lambda rank: errors[rank])
-    points = [{"rank": rank, **asdict(found[rank][1])} for rank in sorted(found)]
+    chosen = min(enough) if enough else min(whole, key=lambda rank: errors[rank])
+    points = [
+        {"rank": rank, "trial": float(rank not in whole), **asdict(found[rank][1])} for rank in sorted(found)
+    ]
     return found[chosen][0], points
 
 

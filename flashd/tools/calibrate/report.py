@@ -118,8 +118,16 @@ def _lines(report: CalibrateReport) -> Iterator[str]:
         yield ""
         tried = [(i, point) for i, curve in enumerate(report.curves) for point in curve]
         names = ("false_negative", "false_positive", "requested")
-        rows = [(str(i), f"{p['rank']:.0f}", *(_percent(p[name]) for name in names)) for i, p in tried]
-        yield from _table(("layer", "rank", "missed %", "in vain %", "requested %"), rows)
+        rows = [
+            (
+                str(i),
+                f"{p['rank']:.0f}",
+                *(_percent(p[name]) for name in names),
+                "no" if p["trial"] else "yes",
+            )
+            for i, p in tried
+        ]
+        yield from _table(("layer", "rank", "missed %", "in vain %", "requested %", "fully trained"), rows)
 
 
 def _curve_rows(layers: Sequence[LayerCalibration], name: str) -> list[tuple[str, ...]]:

@@ -20,6 +20,7 @@ from flashd import kernels
 from flashd.errors import CalibrationError
 from flashd.layout.calibration import (
     PARTS,
+    PREDICTORS,
     Calibration,
     LayerCalibration,
     frequency_name,
@@ -33,7 +34,13 @@ from flashd.tools.calibrate.options import CalibrateOptions, OnProgress
 from flashd.tools.calibrate.recording import Task
 from flashd.tools.calibrate.scratch import Scratch, system_errors
 from flashd.tools.calibrate.tokens import default_samples, read_sequences
-from flashd.tools.calibrate.write import remove_calibration, write_calibration, write_manifest
+from flashd.tools.calibrate.write import (
+    PLOT,
+    REPORT,
+    remove_calibration,
+    write_calibration,
+    write_manifest,
+)
 from flashd.types import U8Array, WeightArray
 
 SPARSIFIED = "sparsify"  # provenance key of the manifest
@@ -105,6 +112,7 @@ def calibrate(
         system_errors(directory),
         Scratch(directory, manifest.ffn, fingerprint, note) as scratch,
     ):
+        scratch.reserve(sequences.total)
         task = Task(directory, manifest, options, sequences, scratch, progress)
         manifest = asyncio.run(_run_model(task))
         results = _train(task)
@@ -124,6 +132,8 @@ def remove_thresholds(directory: Path) -> bool:
     provenance = {key: value for key, value in manifest.provenance.items() if key != SPARSIFIED}
     with system_errors(directory):
         remove_calibration(directory)
+        for name in (PREDICTORS, REPORT, PLOT):
+            (directory / name).unlink(missing_ok=True)
         write_manifest(directory, replace(manifest, thresholds=(), provenance=provenance))
     return True
 
@@ -156,7 +166,9 @@ def _fingerprint(manifest: Manifest, texts: Sequence[Path], options: CalibrateOp
 
     facts = {
         "flashd": flashd.__version__,
-        "bundle": [sums_sha256(manifest), manifest.file(RESIDENT).sha256, manifest.thresholds],
+        "bundle": [sums_sha256(manifest), manifest.file(RESIDENT).sha256],
+        # Found anew from the model without any, they may have been written already by a killed run.
+        "thresholds": None if options.sparsify == "fatrelu" else manifest.thresholds,
         "texts": [stat(path) for path in texts],
         "options": asdict(options) | {"workers": 0, "samples": samples},
     }
@@ -236,6 +248,8 @@ def _train(task: Task) -> _Results:
 
 def _publish(task: Task, manifest: Manifest, results: _Results, texts: Sequence[Path]) -> CalibrateReport:
     """Measure what has come out, and write it."""
+    from flashd.tools.calibrate.train import default_epochs
+
     layers, tensors = _assemble(results)
     options = task.options
     calibration = Calibration(
@@ -251,7 +265,7 @@ def _publish(task: Task, manifest: Manifest, results: _Results, texts: Sequence[
         provenance={
             "flashd": flashd.__version__,
             "texts": ", ".join(path.name for path in texts),
-            "epochs": str(options.epochs),
+            "epochs": str(options.epochs or default_epochs(task.sequences.rows("train").stop)),
             "fn_target": f"{options.fn_target:g}",
             "fp_target": f"{options.fp_target:g}",
             "max_requested": f"{options.max_requested:g}",

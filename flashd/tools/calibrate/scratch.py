@@ -139,6 +139,21 @@ class Scratch:
             write_durably(self.root / _STATE, json.dumps(asdict(self.state)).encode())
             self._committed_s = time.monotonic()
 
+    def reserve(self, tokens: int) -> None:
+        """Check that the records of so many tokens will fit.
+
+        Raises:
+            CalibrationError: with both numbers.
+        """
+        have = sum(path.stat().st_size for path in self.root.glob("*.rec"))
+        need = tokens * self.record_dtype.itemsize * self._geometry.n_layers - have
+        free = shutil.disk_usage(self.root).free
+        if need > free:
+            raise CalibrationError(
+                f"{self.root}: {tokens} tokens need {need / 1e9:.3f} GB for some time, the disk has "
+                f"{free / 1e9:.3f} GB free; free some space, or take fewer (--samples)"
+            )
+
     def open_records(self, tokens: int) -> None:
         """Open the records to append to, cut to what is durable.
 
