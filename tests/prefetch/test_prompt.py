@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -202,6 +203,8 @@ async def test_failed_reads_and_cancelling_leave_all_usable(
             if round_ % 5 == 0:
                 await setup.decode.reads.drain()
                 layer = int(rng.integers(LAYERS))
+                with suppress(DiskReadError):  # of a read that was ahead
+                    await setup.run(layer, inputs[2])
                 for x, wanted in zip(inputs[2:6], expected[0.02][2:6], strict=True):
                     np.testing.assert_array_equal(await setup.run(layer, x), wanted[layer])
                 setup.check()
