@@ -3,8 +3,10 @@
 Speculative work must not hurt. Two measures decide, when prefetch is ``auto``:
 
 - per layer, the share of prefetched rows that were used: a layer that guesses badly is left out;
-- for the step, blocks of steps with and without prefetch in turn, compared by their medians. What wins is
-  kept until the next trial, which also gives layers that were left out another chance.
+- for the step, trials: blocks of steps with and without prefetch as neighbours, in pairs of both orders, so
+  that neither a drift nor one disturbance decides. The other setting wins when the median of the pairs'
+  ratios and most pairs say so. What a trial has changed is tried again soon, what it has confirmed later;
+  each trial also gives layers that were left out another chance.
 """
 
 from __future__ import annotations
@@ -17,16 +19,19 @@ MIN_PRECISION = 0.3
 # Rows that must have been guessed before a layer is judged.
 MIN_EVIDENCE_ROWS = 48
 _DECAY = 0.95
-# Steps with the same setting in a row, and how many such blocks of each setting make a trial.
+# Steps with the same setting in a row, and how many pairs of such blocks make a trial.
 BLOCK_STEPS = 4
-TRIAL_BLOCKS = 4
-# Steps before the first trial, when the window is cold, and between two of them.
+TRIAL_PAIRS = 4
+# Steps before the first trial, when the window is cold.
 WARM_UP_STEPS = 16
-HOLD_STEPS = 480
-# The other setting must be better by this much to win.
+# Steps between two trials: after a change, and at most, each trial that confirms doubling them.
+FIRST_HOLD_STEPS = 60
+MAX_HOLD_STEPS = 480
+# The other setting must be better by this much to win, and in all pairs but this many.
 HYSTERESIS = 0.02
+MAX_DISSENT = 1
 
-_TRIAL_STEPS = 2 * BLOCK_STEPS * TRIAL_BLOCKS
+TRIAL_STEPS = 2 * BLOCK_STEPS * TRIAL_PAIRS
 
 
 class PrefetchBenefit:
@@ -52,7 +57,8 @@ class PrefetchBenefit:
         self._used = [0.0] * n_layers
         self._tokens = 0
         self._step = -WARM_UP_STEPS
-        self._times: dict[bool, list[int]] = {True: [], False: []}
+        self._hold_steps = FIRST_HOLD_STEPS
+        self._times: list[int] = []  # of the trial's steps so far
 
     def wants(self, layer: int) -> bool:
         """Whether to read ahead for this layer now."""
@@ -84,30 +90,40 @@ class PrefetchBenefit:
         """A step of so many sequences took so long; decides about the next one."""
         if not self._auto or not any(self._can):
             return
-        in_trial = 0 <= self._step < _TRIAL_STEPS
-        if in_trial and tokens != self._tokens:  # not comparable: begin again
-            self._step = 0
-            self._times = {True: [], False: []}
-        elif in_trial:
-            self._times[self.active].append(took_ns)
+        if 0 <= self._step < TRIAL_STEPS:
+            if self._times and tokens != self._tokens:  # not comparable: begin again
+                self._step, self._times = 0, []
+            self._times.append(took_ns)
         self._tokens = tokens
         self._step += 1
-        if self._step == 0:
-            self._restart()
-        elif self._step == _TRIAL_STEPS:
+        if self._step == TRIAL_STEPS:
             self._decide()
-        elif self._step == _TRIAL_STEPS + HOLD_STEPS:
-            self._step = 0
+        if self._step in (0, TRIAL_STEPS + self._hold_steps):
             self._restart()
-        in_trial = 0 <= self._step < _TRIAL_STEPS
-        self.active = self._step // BLOCK_STEPS % 2 == 0 if in_trial else self.preferred
+        in_trial = 0 <= self._step < TRIAL_STEPS
+        self.active = _on_in_trial(self._step) if in_trial else self.preferred
 
     def _restart(self) -> None:
-        self._times = {True: [], False: []}
+        self._step, self._times = 0, []
         n_layers = len(self._can)
         self._left_out, self._guessed, self._used = [False] * n_layers, [0.0] * n_layers, [0.0] * n_layers
 
     def _decide(self) -> None:
-        current, other = self._times[self.preferred], self._times[not self.preferred]
-        if current and other and median(other) < median(current) * (1 - HYSTERESIS):
+        blocks = [
+            (_on_in_trial(start), median(self._times[start : start + BLOCK_STEPS]))
+            for start in range(0, TRIAL_STEPS, BLOCK_STEPS)
+        ]
+        pairs = [dict(blocks[i : i + 2]) for i in range(0, len(blocks), 2)]
+        # Of the other setting's time to the preferred one's.
+        ratios = [pair[not self.preferred] / max(1, pair[self.preferred]) for pair in pairs]
+        dissent = sum(ratio >= 1 for ratio in ratios)
+        if median(ratios) < 1 - HYSTERESIS and dissent <= MAX_DISSENT:
             self.preferred = not self.preferred
+            self._hold_steps = FIRST_HOLD_STEPS
+        else:
+            self._hold_steps = min(2 * self._hold_steps, MAX_HOLD_STEPS)
+
+
+def _on_in_trial(step: int) -> bool:
+    """Whether a trial's step reads ahead: on, off, off, on, on, off, ... block by block."""
+    return (step // BLOCK_STEPS + 1) // 2 % 2 == 0

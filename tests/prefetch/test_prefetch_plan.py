@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashd.prefetch import benefit
-from flashd.prefetch.benefit import HOLD_STEPS, WARM_UP_STEPS, PrefetchBenefit
+from flashd.prefetch.benefit import (
+    FIRST_HOLD_STEPS,
+    MAX_HOLD_STEPS,
+    TRIAL_STEPS,
+    WARM_UP_STEPS,
+    PrefetchBenefit,
+)
 from flashd.prefetch.plan import round_end, split, worth_reading
 
 rows_of_a_layer = st.lists(st.integers(-1, 20), max_size=30).map(lambda some: np.array(some, np.int64))
@@ -48,7 +53,7 @@ def run(chooser: PrefetchBenefit, steps: int, cost: Callable[[bool], float], tok
     return done
 
 
-ONE_ROUND = WARM_UP_STEPS + benefit._TRIAL_STEPS + HOLD_STEPS
+ONE_ROUND = WARM_UP_STEPS + TRIAL_STEPS + FIRST_HOLD_STEPS
 
 
 def test_on_and_off_are_what_they_say() -> None:
@@ -63,10 +68,32 @@ def test_it_turns_itself_off_where_steps_get_longer_and_on_again() -> None:
     chooser = PrefetchBenefit("auto", [1, 2], 3)
     done = run(chooser, ONE_ROUND, lambda on: 1.1 if on else 1.0)
     assert not chooser.preferred
-    assert done[-HOLD_STEPS:] == [False] * HOLD_STEPS
+    assert done[-FIRST_HOLD_STEPS:] == [False] * FIRST_HOLD_STEPS
     # Times have changed: the next trial finds out.
-    done = run(chooser, benefit._TRIAL_STEPS + HOLD_STEPS, lambda on: 0.9 if on else 1.0)
-    assert done[-HOLD_STEPS + 1 :] == [True] * (HOLD_STEPS - 1)
+    done = run(chooser, TRIAL_STEPS + FIRST_HOLD_STEPS, lambda on: 0.9 if on else 1.0)
+    assert done[-FIRST_HOLD_STEPS + 1 :] == [True] * (FIRST_HOLD_STEPS - 1)
+
+
+def test_what_was_confirmed_is_tried_less_often_and_what_was_changed_soon() -> None:
+    chooser = PrefetchBenefit("auto", [1], 2)
+    done = run(chooser, 4000, lambda on: 0.9 if on else 1.0)
+    # Half of a trial's steps are without.
+    assert done[-2 * MAX_HOLD_STEPS :].count(False) <= TRIAL_STEPS
+    run(chooser, 2 * MAX_HOLD_STEPS, lambda on: 1.1 if on else 1.0)
+    assert not chooser.preferred
+    run(chooser, TRIAL_STEPS + 3 * FIRST_HOLD_STEPS, lambda on: 0.9 if on else 1.0)
+    assert chooser.preferred
+
+
+def test_a_machine_that_gets_slower_does_not_turn_it_off() -> None:
+    """Drift hits both settings alike, and one long disturbance is one pair's."""
+    chooser = PrefetchBenefit("auto", [1], 2)
+    clock = iter(range(10**6))
+    run(chooser, 2000, lambda on: 1 + 0.01 * next(clock))
+    assert chooser.preferred
+    times = iter(range(10**6))
+    run(chooser, 2000, lambda on: 3.0 if next(times) % 97 < 8 else 1.0)
+    assert chooser.preferred
 
 
 def test_noise_changes_nothing() -> None:
