@@ -184,7 +184,7 @@ def test_closing_on_another_loop(tmp_path: Path, backend: str) -> None:
 
 
 _FORK = """
-import os, select, sys
+import os, select, sys, time
 import numpy as np
 from flashd.disk import _native
 from flashd.disk.engine import ReadBatch
@@ -196,6 +196,7 @@ core.set_file(0, os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT))
 dest = aligned_empty(8 << 20)
 pieces = plan_pieces(ReadBatch(np.array([0]), np.array([8 << 20]), dest, np.array([0])), 512)
 core.submit(*vars(pieces).values(), dest, False)
+time.sleep(float(sys.argv[3]))
 child = os.fork()
 if not child:
     del core  # the end of an interpreter does it, too
@@ -207,11 +208,12 @@ assert (dest == np.fromfile(sys.argv[1], np.uint8)).all()
 """
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 0.1])  # threads that are at it, or that wait for more to do
 @pytest.mark.parametrize("backend", ["uring", "threads"])
-def test_a_forked_child_can_end(tmp_path: Path, backend: str) -> None:
+def test_a_forked_child_can_end(tmp_path: Path, backend: str, pause_s: float) -> None:
     """It has the engine's memory and none of its threads: nothing to wait for, nothing to break."""
     random_file(tmp_path / "f", 8 << 20)
-    command = [sys.executable, "-W", "ignore", "-c", _FORK, str(tmp_path / "f"), backend]
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, str(tmp_path / "f"), backend, str(pause_s)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 

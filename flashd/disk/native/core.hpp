@@ -169,4 +169,18 @@ void name_thread(const char* name);
 // A forked child has the objects of its parent's threads, but not the threads: they are left alone.
 inline void leak(std::thread& thread) { new std::thread(std::move(thread)); }
 
+// A condition that a forked child can leave alone, too: the end of one waits for all who wait for it.
+class Condition {
+public:
+    Condition() : condition_(new std::condition_variable) {}
+    Condition(const Condition&) = delete;
+    Condition& operator=(const Condition&) = delete;
+    ~Condition() { delete condition_; }
+    std::condition_variable* operator->() const { return condition_; }
+    void leak() { condition_ = nullptr; }
+
+private:
+    std::condition_variable* condition_;
+};
+
 }  // namespace flashd::disk

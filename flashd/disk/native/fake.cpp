@@ -33,7 +33,7 @@ int Fake::max_in_flight() {
 
 void Fake::wake(int64_t) {
     std::lock_guard<std::mutex> lock(mutex_);
-    work_.notify_all();
+    work_->notify_all();
 }
 
 void Fake::join() {
@@ -52,7 +52,7 @@ void Fake::run() {
         max_in_flight_ = std::max(max_in_flight_, static_cast<int>(in_flight_.size()));
         if (in_flight_.empty()) {
             if (closing_ && !waiting()) return;
-            work_.wait(lock);
+            work_->wait(lock);
             continue;
         }
         const size_t which = faults_.reorder ? random_() % in_flight_.size() : 0;
@@ -87,9 +87,9 @@ void Fake::run_in_time() {
         max_in_flight_ = std::max(max_in_flight_, static_cast<int>(timed_.size()));
         if (timed_.empty()) {
             if (closing_ && !waiting()) return;
-            work_.wait(lock);
+            work_->wait(lock);
         } else if (timed_.front().end > std::chrono::steady_clock::now()) {
-            work_.wait_until(lock, timed_.front().end);
+            work_->wait_until(lock, timed_.front().end);
         } else {
             end_in_time(lock);
         }

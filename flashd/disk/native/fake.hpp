@@ -38,7 +38,10 @@ public:
 protected:
     void wake(int64_t reads) override;
     void join() override;
-    void abandon() override { leak(thread_); }
+    void abandon() override {
+        leak(thread_);
+        work_.leak();
+    }
 
 private:
     using Time = std::chrono::steady_clock::time_point;
@@ -66,7 +69,7 @@ private:
     std::deque<Time> free_since_;  // places of the queue that nothing is in, the longest free one first
     Time last_byte_{};             // of all reads so far
     int max_in_flight_ = 0;
-    std::condition_variable work_;
+    Condition work_;
     std::thread thread_;
 };
 

@@ -28,9 +28,9 @@ void Threads::wake(int64_t reads) {
         }
     }
     if (reads >= n_threads_) {
-        work_.notify_all();
+        work_->notify_all();
     } else {
-        for (int64_t read = 0; read < reads; ++read) work_.notify_one();
+        for (int64_t read = 0; read < reads; ++read) work_->notify_one();
     }
 }
 
@@ -47,6 +47,7 @@ void Threads::join() {
 void Threads::abandon() {
     for (std::thread& thread : threads_) leak(thread);
     threads_.clear();
+    work_.leak();
 }
 
 void Threads::work() {
@@ -60,7 +61,7 @@ void Threads::work() {
                 --retiring_;
                 return;
             }
-            work_.wait(lock);
+            work_->wait(lock);
             continue;
         }
         if (!fill_iov(op)) {

@@ -24,7 +24,7 @@ private:
 
     int n_threads_;
     int retiring_ = 0;
-    std::condition_variable work_;
+    Condition work_;
     std::vector<std::thread> threads_;
 };
 

@@ -45,7 +45,7 @@ Uring::Uring(int64_t alignment, int64_t n_files, int64_t scratch_bytes, int dept
         throw;
     }
     // The ring belongs to the thread that made it, and only that one may use it.
-    command_done_.wait(lock, [this] { return ready_; });
+    command_done_->wait(lock, [this] { return ready_; });
     if (setup_error_ != 0) {
         lock.unlock();
         thread_.join();
@@ -86,7 +86,7 @@ int Uring::call(Command command) {
     if (!alive_) return ESHUTDOWN;
     commands_.push_back(&command);
     wake(0);
-    command_done_.wait(lock, [&] { return command.done; });
+    command_done_->wait(lock, [&] { return command.done; });
     return command.result;
 }
 
@@ -101,7 +101,7 @@ void Uring::run() {
         ready_ = true;
         alive_ = error == 0;
     }
-    command_done_.notify_all();
+    command_done_->notify_all();
     while (error == 0) {
         bool full = false;
         {
@@ -110,7 +110,7 @@ void Uring::run() {
                 command->result = execute(*command);
                 command->done = true;
             }
-            if (!commands_.empty()) command_done_.notify_all();
+            if (!commands_.empty()) command_done_->notify_all();
             commands_.clear();
             while (in_flight_ < depth_) {
                 Op* op = take();

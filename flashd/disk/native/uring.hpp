@@ -25,7 +25,10 @@ public:
 protected:
     void wake(int64_t reads) override;
     void join() override;
-    void abandon() override { leak(thread_); }
+    void abandon() override {
+        leak(thread_);
+        command_done_.leak();
+    }
 
 private:
     struct Command {
@@ -63,7 +66,7 @@ private:
     int in_flight_ = 0;
     std::thread thread_;
     std::vector<Command*> commands_;
-    std::condition_variable command_done_;
+    Condition command_done_;
     bool ready_ = false, alive_ = false;
     int setup_error_ = 0;
 
