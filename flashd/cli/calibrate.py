@@ -103,6 +103,8 @@ def calibrate(
         undone = remove_thresholds(directory)
         note("thresholds and predictors removed" if undone else "there were no thresholds to remove")
         if not text:
+            if as_json:
+                print_json({"removed": undone})
             return
     if not text:
         raise ConfigError("no text: give --text FILE, of the kind of text that the model will see")

@@ -79,6 +79,9 @@ def main() -> None:
 
     Exit codes: 0, 1 for what went wrong, 2 for wrong usage, 130 for Ctrl-C.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever has started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     try:
         sys.exit(app(standalone_mode=False))
     except _ClickException as exc:

@@ -16,6 +16,8 @@ _UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", 1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", 1)}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*|%)\s*")
+# More than any machine has: a number with hundreds of digits is an infinite float.
+_MOST_BYTES = 1 << 62
 # Of the rows, at most so much is kept free for reads on their way.
 _MAX_SPARE_SHARE = 1 / 8
 
@@ -95,11 +97,10 @@ def parse_budget(text: str, whole_bytes: int, auto_bytes: int) -> int:
         return auto_bytes
     match = _SIZE.fullmatch(text)
     number, unit = (match[1], match[2].lower()) if match else ("", "?")
-    if unit == "%":
-        return int(float(number) / 100 * whole_bytes)
-    if unit not in _UNITS:
+    if unit != "%" and unit not in _UNITS:
         raise ConfigError(f"budget is {text!r}, expected auto, a size such as 4GiB, or a share such as 55%")
-    return int(float(number) * _UNITS[unit])
+    of_bytes = whole_bytes / 100 if unit == "%" else _UNITS[unit]
+    return int(min(float(number) * of_bytes, _MOST_BYTES))
 
 
 def allocate(budget_bytes: int, demand: Demand, k: int = 0) -> Allocation:
@@ -146,11 +147,11 @@ def _capacities(demand: Demand, n_rows: int, k: int) -> tuple[tuple[int, ...], i
     def wanted(steps: int) -> list[int]:
         return [demand.wanted_rows(layer, steps) if steps else 0 for layer in layers]
 
-    longest = k or MAX_WINDOW
+    longest = min(k, MAX_WINDOW) or MAX_WINDOW  # what more steps request is not known
     fits = max(steps for steps in range(longest + 1) if sum(wanted(steps)) <= n_rows)
     low = wanted(fits)
-    if k and fits == k:
-        return tuple(low), fits
+    if k and fits == longest:
+        return tuple(low), k
     n = demand.geometry.n_neurons
     # Between two windows, or between the longest one and everything, all layers go the same share of the way.
     high = wanted(fits + 1) if fits < longest else [n if masked else 0 for masked in demand.masked]

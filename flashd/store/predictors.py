@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -36,8 +37,10 @@ def read_calibration(directory: Path, manifest: Manifest) -> Calibration | None:
         DiskReadError: the device failed.
     """
     path = directory / CALIBRATION
-    if not path.exists():
-        return None
+    if not path.is_file():
+        if not os.path.lexists(path):
+            return None
+        raise BundleError(f"{path}: no file, or a link to nowhere; {AGAIN}")
     with ReadOnce(path) as file:
         if file.size_bytes > MAX_JSON_BYTES:
             raise BundleError(f"{path}: {file.size_bytes} bytes, more than any real calibration has; {AGAIN}")

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from support import SMOLLM2_GGUF, Daemon, flashd_command, flashd_env
 
+from flashd.testing.bundles import make_bundle
+
 
 def flashd(runtime_dir: Path, *args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -48,6 +50,14 @@ def test_no_daemon_is_one_line_with_the_remedy(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert len(result.stderr.strip().splitlines()) == 1
     assert "flashd start" in result.stderr
+
+
+def test_closed_outputs_are_no_error(tmp_path: Path) -> None:
+    """``flashd inspect DIR >&- 2>&-``: nobody wants to hear what it says; the exit code tells."""
+    made = make_bundle(tmp_path / "bundle")
+    for where, code in ((made.directory, 0), (tmp_path / "nothing", 1)):
+        command = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", *flashd_command("inspect", str(where))]
+        assert subprocess.run(command, env=flashd_env(tmp_path), timeout=60).returncode == code
 
 
 @pytest.mark.parametrize("store", ["file", "zarr"])

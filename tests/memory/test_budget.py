@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,7 @@ DEMAND = Demand(GEOMETRY, 1_000_000, 100_000, [False, True, True, True], [[], US
     [
         ("auto", 7), ("AUTO", 7), ("4096", 4096), ("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("2k", 2048),
         ("55%", 550), ("12.5 %", 125), ("3tib", 3 << 40),
+        ("9" * 400 + "TiB", 1 << 62), ("9" * 400 + "%", 1 << 62),
     ],
 )  # fmt: skip
 def test_budgets_as_people_write_them(text: str, expected: int) -> None:
@@ -68,6 +70,16 @@ def test_a_window_of_k_steps_is_all_that_is_bought() -> None:
     got = allocate(DEMAND.everything_bytes, DEMAND, k=5)
     assert got.capacity == (0, USAGE[4], USAGE[4], USAGE[4])
     assert got.k == 5
+
+
+def test_the_longest_window_is_bought_as_fast_as_a_short_one() -> None:
+    """Not tried step by step, of which there may be a million."""
+    began_s = time.perf_counter()
+    for demand in (DEMAND, replace(DEMAND, capacity_rows=())):
+        got = allocate(demand.everything_bytes, demand, 1 << 20)
+        assert got.k == 1 << 20
+        assert got.capacity == allocate(demand.everything_bytes, demand, 64).capacity
+    assert time.perf_counter() - began_s < 0.5
 
 
 @settings(max_examples=100, deadline=None, database=None)

@@ -96,6 +96,16 @@ def nan(tensors: dict[str, Any]) -> None:
     tensors["layers.1.predictor.w2"][3, 4] = np.nan
 
 
+def link_to_nowhere(directory: Path) -> None:
+    (directory / CALIBRATION).unlink()
+    (directory / CALIBRATION).symlink_to("nowhere")
+
+
+def pipe(directory: Path) -> None:
+    (directory / CALIBRATION).unlink()
+    os.mkfifo(directory / CALIBRATION)
+
+
 DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
     (rf"{PREDICTORS}: missing.*calibrate again", lambda d: (d / PREDICTORS).unlink()),
     (rf"{PREDICTORS}: \d+ bytes, expected \d+.*calibrate again", rewritten(PREDICTORS, lambda b: b[:-1])),
@@ -105,6 +115,8 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
     (rf"{PREDICTORS}: tensor 'layers.1.predictor.w2' holds values that are no numbers", with_tensor(nan)),
     (rf"{PREDICTORS}: no tensor 'layers.0.predictor.w1'", layer(0, masked=True, rank=8)),
     (rf"{PREDICTORS}: tensor .* is float16 \[8, 32\], expected f16 \[9, 32\]", layer(1, rank=9)),
+    (rf"{CALIBRATION}: no file, or a link to nowhere; calibrate again", link_to_nowhere),
+    (rf"{CALIBRATION}: no file, or a link to nowhere; calibrate again", pipe),
     (rf"{CALIBRATION}: .*calibrate again", rewritten(CALIBRATION, lambda b: b[:-20])),
     (rf"{CALIBRATION}: .*", rewritten(CALIBRATION, lambda b: b"[" * 100_000)),
     (rf"{CALIBRATION}: .*", rewritten(CALIBRATION, lambda b: b"\xff\xfe")),

@@ -202,6 +202,8 @@ def test_what_cannot_be_calibrated(opt: Path, llama: Path, text: Path, tmp_path:
         calibrate(llama, [text], QUICK)
     with pytest.raises(CalibrationError, match="--predictor low-rank"):
         calibrate(opt, [text], replace(QUICK, predictor="gate"))
+    with pytest.raises(CalibrationError, match="late rank is 100000, but a layer has only"):
+        calibrate(opt, [text], replace(QUICK, late_rank=100_000))
     with pytest.raises(CalibrationError, match=r"nothing\.txt: .*No such file"):
         calibrate(opt, [tmp_path / "nothing.txt"], QUICK)
     short = tmp_path / "short.txt"

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from flashd.errors import CalibrationError, ConfigError
+from flashd.errors import BundleError, CalibrationError, ConfigError
 from flashd.store.in_memory import InMemoryStore
+from flashd.store.predictors import open_predictors
 from flashd.testing.bundles import make_bundle, tiny_spec
+from flashd.testing.predictors import make_predictors
 from flashd.tools.calibrate.dense import nll
 from flashd.tools.calibrate.measure import frequency, missed_norm, quality, threshold_for, usage
 from flashd.tools.calibrate.options import CalibrateOptions
 from flashd.tools.calibrate.scratch import Scratch
 from flashd.tools.calibrate.sparsify import threshold_of
-from flashd.tools.calibrate.tokens import cut, default_samples, split_files
+from flashd.tools.calibrate.tokens import cut, default_samples, read_text, split_files
+from flashd.tools.calibrate.write import write_calibration
 from flashd.types import BoolArray
 
 
@@ -89,9 +93,35 @@ def test_texts_are_cut_and_split() -> None:
     assert default_samples(6_700_000_000) == 10_000
 
 
+@pytest.mark.parametrize("limit_bytes", [3, 5, 1 << 44, 1 << 70])
+def test_a_short_text_is_read_whatever_the_limit(tmp_path: Path, limit_bytes: int) -> None:
+    path = tmp_path / "text"
+    path.write_text("words")
+    assert read_text(path, limit_bytes) == "words"[:limit_bytes]
+
+
+def test_a_calibration_that_cannot_be_written_leaves_the_one_there_is(tmp_path: Path) -> None:
+    made = make_bundle(tmp_path)
+    calibration, tensors = make_predictors(tmp_path, made.manifest)
+    wrong = replace(calibration, layers=tuple(replace(each, rank=1000) for each in calibration.layers))
+    with pytest.raises(BundleError, match="rank is 1000"):
+        write_calibration(tmp_path, made.manifest, wrong, tensors)
+    opened = open_predictors(tmp_path, made.manifest)
+    assert opened is not None
+    assert opened[0] == calibration
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"predictor": "none"}, {"sparsify": "relu"}, {"samples": -1}, {"target": 1.0}, {"fn_target": 0.0}],
+    [
+        {"predictor": "none"},
+        {"sparsify": "relu"},
+        {"samples": -1},
+        {"target": 1.0},
+        {"fn_target": 0.0},
+        {"seed": 1 << 70},
+        {"seed": -1},
+    ],
 )
 def test_options_are_checked(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):

@@ -59,6 +59,8 @@ class CalibrateOptions:
         for name in ("samples", "rank", "late_rank", "epochs", "workers"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}, expected 0 or more")
+        if not 0 <= self.seed < 1 << 32:
+            raise ConfigError(f"seed is {self.seed}, expected 0 to {(1 << 32) - 1}")
         for name in ("fn_target", "fp_target", "max_requested", "target"):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 < value < 1):

@@ -147,6 +147,11 @@ def _check(manifest: Manifest, options: CalibrateOptions) -> None:
             "predict; cut small ones with --sparsify fatrelu --target 0.7 (the perplexity that it costs "
             "is reported), or run the model as it is: it works without calibration"
         )
+    for what, rank in (("rank", options.rank), ("late rank", options.late_rank)):
+        if rank > manifest.ffn.n_neurons:
+            raise CalibrationError(
+                f"{what} is {rank}, but a layer has only {manifest.ffn.n_neurons} neurons; give a smaller one"
+            )
     if options.predictor == "gate" and not spec.gated:
         raise CalibrationError(
             "--predictor gate needs an FFN with a gate, and this model has none; use --predictor low-rank"

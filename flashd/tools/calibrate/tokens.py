@@ -25,6 +25,7 @@ _STRETCHES, _STRETCH_SEQUENCES = 8, 10
 _MIN_SEQUENCE_TOKENS = 8
 # A token of any language is hardly ever longer on average: what is read of a large file.
 _BYTES_PER_TOKEN = 16
+_READ_BYTES = 8 << 20
 _MIN_SAMPLES, _MAX_SAMPLES = 10_000, 200_000
 _SAMPLES_TIMES_WEIGHTS = 6e13
 
@@ -89,7 +90,7 @@ def read_sequences(
     left = samples
     for index, path in enumerate(texts):
         share = -(-left // (len(texts) - index))
-        ids = tokenizer.encode(_read(path, share * _BYTES_PER_TOKEN), plain=False)[:share]
+        ids = tokenizer.encode(read_text(path, share * _BYTES_PER_TOKEN), plain=False)[:share]
         if ids and max(ids) >= manifest.model.vocab_size:
             raise CalibrationError(
                 f"{directory}: its tokenizer has more tokens than the model; convert again"
@@ -101,10 +102,19 @@ def read_sequences(
     return split_files(files)
 
 
-def _read(path: Path, limit_bytes: int) -> str:
+def read_text(path: Path, limit_bytes: int) -> str:
+    """The first bytes of a text, which may be a pipe.
+
+    Raises:
+        CalibrationError: it cannot be read.
+    """
     try:
         with path.open("rb") as file:
-            return file.read(limit_bytes).decode("utf-8", errors="replace")
+            # In pieces: read() makes room for all that it is asked for, however short the file is.
+            text = bytearray()
+            while piece := file.read(min(_READ_BYTES, limit_bytes - len(text))):
+                text += piece
+            return text.decode("utf-8", errors="replace")
     except OSError as exc:
         raise CalibrationError(f"{path}: cannot read the text: {exc.strerror}; check --text") from exc
 

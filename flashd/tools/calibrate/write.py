@@ -48,21 +48,15 @@ def write_calibration(
     Raises:
         OSError: it can't be written.
     """
+    path = directory / CALIBRATION
+    calibration = replace(calibration, bundle_sha256=sums_sha256(manifest), thresholds=manifest.thresholds)
+    # What could not be read back must not be written, nor cost the bundle what it has.
+    from_json(to_json(calibration).encode(), str(path), manifest)
     remove_calibration(directory)
     write_manifest(directory, manifest)
     nbytes, sha256 = _write_tensors(directory / PREDICTORS, manifest, calibration, tensors)
-    calibration = replace(
-        calibration,
-        bundle_sha256=sums_sha256(manifest),
-        predictors_sha256=sha256,
-        predictors_bytes=nbytes,
-        thresholds=manifest.thresholds,
-    )
-    path = directory / CALIBRATION
-    text = to_json(calibration).encode()
-    # What could not be read back must not be written.
-    from_json(text, str(path), manifest)
-    write_durably(path, text)
+    calibration = replace(calibration, predictors_sha256=sha256, predictors_bytes=nbytes)
+    write_durably(path, to_json(calibration).encode())
     return calibration
 
 

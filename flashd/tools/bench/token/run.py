@@ -179,7 +179,8 @@ def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group:
 
 def _measured(task: Task) -> Sample:
     command = [sys.executable, "-m", "flashd.tools.bench.token.worker", json.dumps(asdict(task))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    # In a group of its own: Ctrl-C is for us, who end it.
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
     try:
         output, _ = process.communicate()
     except BaseException:
