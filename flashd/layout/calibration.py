@@ -31,6 +31,7 @@ FORMAT_VERSION = 1
 MAX_WINDOW = 64
 MAX_JSON_BYTES = 64 << 20
 PARTS = ("w1", "b1", "w2", "b2")
+FREQUENCY = ".frequency"  # how the names of frequencies end
 AGAIN = "calibrate again (flashd calibrate), or remove calibration.json to run without predictors"
 
 
@@ -173,7 +174,7 @@ def tensor_name(layer: int, kind: Literal["predictor", "lookahead"], part: str) 
 
 def frequency_name(layer: int) -> str:
     """Name of a layer's frequencies there."""
-    return f"layers.{layer}.frequency"
+    return f"layers.{layer}{FREQUENCY}"
 
 
 def tensor_shapes(calibration: Calibration, manifest: Manifest) -> dict[str, tuple[DType, tuple[int, ...]]]:

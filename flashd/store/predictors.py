@@ -14,6 +14,7 @@ from flashd.errors import BundleCorruptError, BundleError
 from flashd.layout.calibration import (
     AGAIN,
     CALIBRATION,
+    FREQUENCY,
     MAX_JSON_BYTES,
     PREDICTORS,
     Calibration,
@@ -91,6 +92,8 @@ def open_predictors(directory: Path, manifest: Manifest) -> tuple[Calibration, d
             )
         if not np.isfinite(tensor).all():
             raise BundleError(f"{path}: tensor {name!r} holds values that are no numbers; {AGAIN}")
+        if name.endswith(FREQUENCY) and not ((tensor >= 0) & (tensor <= 1)).all():
+            raise BundleError(f"{path}: tensor {name!r} holds shares that are not between 0 and 1; {AGAIN}")
     return calibration, tensors
 
 

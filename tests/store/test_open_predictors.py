@@ -96,6 +96,15 @@ def nan(tensors: dict[str, Any]) -> None:
     tensors["layers.1.predictor.w2"][3, 4] = np.nan
 
 
+def no_share(tensors: dict[str, Any]) -> None:
+    tensors["layers.0.frequency"][7] = 1.5
+
+
+def folder(directory: Path) -> None:
+    (directory / CALIBRATION).unlink()
+    (directory / CALIBRATION).mkdir()
+
+
 def link_to_nowhere(directory: Path) -> None:
     (directory / CALIBRATION).unlink()
     (directory / CALIBRATION).symlink_to("nowhere")
@@ -113,10 +122,12 @@ DAMAGE: list[tuple[str, Callable[[Path], None]]] = [
     (rf"{PREDICTORS}: .*", rewritten(PREDICTORS, lambda b: b"\xff" * len(b))),
     (rf"{PREDICTORS}: .*", rewritten(PREDICTORS, lambda b: b.replace(b'"F16"', b'"F64"'))),
     (rf"{PREDICTORS}: tensor 'layers.1.predictor.w2' holds values that are no numbers", with_tensor(nan)),
+    (rf"{PREDICTORS}: tensor 'layers.0.frequency' holds shares that are not between 0", with_tensor(no_share)),
     (rf"{PREDICTORS}: no tensor 'layers.0.predictor.w1'", layer(0, masked=True, rank=8)),
     (rf"{PREDICTORS}: tensor .* is float16 \[8, 32\], expected f16 \[9, 32\]", layer(1, rank=9)),
     (rf"{CALIBRATION}: no file, or a link to nowhere; calibrate again", link_to_nowhere),
     (rf"{CALIBRATION}: no file, or a link to nowhere; calibrate again", pipe),
+    (rf"{CALIBRATION}: no file, or a link to nowhere; calibrate again", folder),
     (rf"{CALIBRATION}: .*calibrate again", rewritten(CALIBRATION, lambda b: b[:-20])),
     (rf"{CALIBRATION}: .*", rewritten(CALIBRATION, lambda b: b"[" * 100_000)),
     (rf"{CALIBRATION}: .*", rewritten(CALIBRATION, lambda b: b"\xff\xfe")),

@@ -212,6 +212,9 @@ def test_what_cannot_be_calibrated(opt: Path, llama: Path, text: Path, tmp_path:
         calibrate(opt, [short], QUICK)
     with pytest.raises(BundleError, match="no such directory"):
         calibrate(tmp_path / "none", [text], QUICK)
+    (opt / "calibration.json").mkdir()
+    with pytest.raises(CalibrationError, match=r"calibration\.json: a directory, expected a file; move it"):
+        calibrate(opt, [text], QUICK)
     manifest = json.loads((opt / MANIFEST).read_text())
     (opt / MANIFEST).write_text(json.dumps(manifest | {"tokenizer": None}))
     with pytest.raises(CalibrationError, match="--tokenizer"):

@@ -19,6 +19,7 @@ import flashd
 from flashd import kernels
 from flashd.errors import CalibrationError
 from flashd.layout.calibration import (
+    CALIBRATION,
     PARTS,
     PREDICTORS,
     Calibration,
@@ -101,6 +102,8 @@ def calibrate(
     began_s = time.perf_counter()
     manifest = open_manifest(directory)
     _check(manifest, options)
+    if (directory / CALIBRATION).is_dir():
+        raise CalibrationError(f"{directory / CALIBRATION}: a directory, expected a file; move it away")
     try:
         import flashd.tools.calibrate.layer as _trainable  # noqa: F401  # only whether it can be
     except ModuleNotFoundError as exc:
