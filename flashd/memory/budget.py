@@ -47,6 +47,16 @@ class Demand:
         spare = self.spare_rows(self.geometry.n_layers * self.geometry.n_neurons) if any(self.masked) else 0
         return self.fixed_bytes + self.ring_bytes + layers_bytes + spare * self.geometry.stride_bytes
 
+    @property
+    def least_rows(self) -> int:
+        """Rows of the window below which a model with masks is not started."""
+        return min(MIN_POOL_ROWS, sum(self.masked) * self.geometry.n_neurons)
+
+    @property
+    def least_bytes(self) -> int:
+        """The smallest budget that ``allocate`` accepts."""
+        return self.fixed_bytes + self.ring_bytes + self.least_rows * self.geometry.stride_bytes
+
     def wanted_rows(self, layer: int, k: int) -> int:
         """Rows that a masked layer needs so that what k steps request stays."""
         if not self.masked[layer]:
@@ -118,14 +128,14 @@ def allocate(budget_bytes: int, demand: Demand, k: int = 0) -> Allocation:
     geometry, masked = demand.geometry, demand.masked
     stride, layers = geometry.stride_bytes, range(geometry.n_layers)
     total_rows = sum(masked) * geometry.n_neurons
-    least_rows = min(MIN_POOL_ROWS, total_rows)
-    left = budget_bytes - demand.fixed_bytes - demand.ring_bytes - least_rows * stride
+    least_rows = demand.least_rows
+    left = budget_bytes - demand.least_bytes
     if left < 0:
         raise ConfigError(
             f"a budget of {budget_bytes / 1e6:.1f} MB is too small: resident weights and predictors take "
             f"{demand.fixed_bytes / 1e6:.1f} MB, stream buffers {demand.ring_bytes / 1e6:.1f} MB, and the "
             f"window at least {least_rows * stride / 1e6:.1f} MB; give it "
-            f"{(budget_bytes - left) / 1e6:.1f} MB or more"
+            f"{demand.least_bytes / 1e6:.1f} MB or more"
         )
     first_step = sum(demand.wanted_rows(layer, 1) for layer in layers)
     room = left - max(0, first_step - least_rows) * stride

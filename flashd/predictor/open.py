@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import prod
 
-from flashd.layout.calibration import Calibration
+from flashd.layout.calibration import FREQUENCY, Calibration, tensor_shapes
+from flashd.layout.manifest import Manifest
 from flashd.predictor.base import Predictor
 from flashd.predictor.gate import GatePredictor
 from flashd.predictor.lowrank import LowRankPredictor
-from flashd.types import Activation, F32Array, FFNGeometry, WeightArray
+from flashd.types import NUMPY_DTYPE, Activation, F32Array, FFNGeometry, WeightArray
+
+
+def predictor_bytes(calibration: Calibration, manifest: Manifest) -> int:
+    """What ``Predictor.nbytes`` of a bundle's predictor will be, without loading it."""
+    nbytes = sum(
+        NUMPY_DTYPE[dtype].itemsize * prod(shape)
+        for name, (dtype, shape) in tensor_shapes(calibration, manifest).items()
+        if not name.endswith(FREQUENCY)
+    )
+    if calibration.predictor == "gate":
+        # Beside a layer's gate projection, float32 lengths of its rows.
+        row_bytes = manifest.ffn.d_model * NUMPY_DTYPE[manifest.dtype].itemsize + 4
+        nbytes += sum(layer.masked for layer in calibration.layers) * manifest.ffn.n_neurons * row_bytes
+    return nbytes
 
 
 def make_predictor(

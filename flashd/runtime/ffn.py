@@ -35,7 +35,7 @@ from flashd.stats import StreamStats
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.store.predictors import load_gates, open_predictors
-from flashd.types import F32Array, U8Array, WeightArray
+from flashd.types import F32Array, FFNGeometry, U8Array, WeightArray
 
 log = logging.getLogger("flashd.build")
 
@@ -98,20 +98,27 @@ async def build_ffn(
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     if isinstance(store.inner, InMemoryStore):
         return _in_memory(config, parts, predictor, store.inner)
-    demand = Demand(
-        manifest.ffn,
-        # The oracle's rows are beside the budget, else none would show how it is without them.
-        resident_bytes + (0 if config.predictor == "oracle" else predictor.nbytes),
-        RING_BUFFERS * ring_slice_rows(manifest.ffn) * manifest.ffn.stride_bytes,
-        [predictor.masked(layer) for layer in range(n_layers)],
-        [layer.capacity_rows for layer in layers],
-    )
+    # The oracle's rows are beside the budget, else none would show how it is without them.
+    fixed_bytes = resident_bytes + (0 if config.predictor == "oracle" else predictor.nbytes)
+    masked = [predictor.masked(layer) for layer in range(n_layers)]
+    demand = demand_of(manifest.ffn, fixed_bytes, masked, [layer.capacity_rows for layer in layers])
     whole_bytes = resident_bytes + n_layers * manifest.ffn.layer_bytes
     # The weights that are loaded already are part of the budget, and no longer of what is available.
     available = int((psutil.virtual_memory().available + resident_bytes) * (1 - AUTO_RESERVE))
     auto_bytes = min(demand.everything_bytes, available)
     allocation = allocate(parse_budget(config.budget, whole_bytes, auto_bytes), demand, config.window)
     return await _from_flash(config, parts, predictor, allocation, prior)
+
+
+def demand_of(
+    geometry: FFNGeometry,
+    fixed_bytes: int,
+    masked: Sequence[bool],
+    capacity_rows: Sequence[Sequence[int]] = (),
+) -> Demand:
+    """What a model would like to have in RAM, stream buffers included; arguments as ``Demand`` has them."""
+    ring_bytes = RING_BUFFERS * ring_slice_rows(geometry) * geometry.stride_bytes
+    return Demand(geometry, fixed_bytes, ring_bytes, masked, capacity_rows)
 
 
 async def _predictor(

@@ -14,7 +14,7 @@ from flashd import kernels
 from flashd.errors import BundleError
 from flashd.layout.calibration import PARTS
 from flashd.predictor.gate import GatePredictor, firing_range
-from flashd.predictor.open import make_predictor
+from flashd.predictor.open import make_predictor, predictor_bytes
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.open import load_gates, open_predictors, open_store
 from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
@@ -36,6 +36,7 @@ def test_low_rank_requests_scores_above_the_threshold(tmp_path: Path) -> None:
     calibration, tensors = opened
     predictor = make_predictor(calibration, tensors, made.manifest.ffn, "relu")
     assert [predictor.masked(layer) for layer in range(3)] == [True, False, True]
+    assert predictor.nbytes == predictor_bytes(calibration, made.manifest)
     x = inputs(5, 32)
     w1, b1, w2, b2 = (
         tensors[f"layers.2.predictor.{part}"].astype(np.float64) for part in ("w1", "b1", "w2", "b2")
@@ -101,7 +102,9 @@ def opened_gate(
             await store.close()
 
     loaded = asyncio.run(gates())
-    return make_predictor(calibration, tensors, manifest.ffn, activation, gates=loaded, thresholds=thresholds)
+    found = make_predictor(calibration, tensors, manifest.ffn, activation, gates=loaded, thresholds=thresholds)
+    assert found.nbytes == predictor_bytes(calibration, manifest)
+    return found
 
 
 def fired(made: MadeBundle, layer: int, activation: Activation, x: F32Array, threshold: float) -> BoolArray:

@@ -23,6 +23,7 @@ from flashd.store.open import open_manifest
 from flashd.testing.bundles import make_bundle, tiny_spec
 from flashd.testing.store_suite import MadeStore, WeightStoreTests
 from flashd.tools.bench.token import TokenOptions, TokenReport, TokenRow, bench_token
+from flashd.tools.bench.token.budget import _demand, checked_budget, sensible_budget
 from flashd.tools.bench.token.build import build_mode
 from flashd.tools.bench.token.free_run import free_run
 from flashd.tools.bench.token.limit import memory_group
@@ -137,6 +138,26 @@ async def test_every_mode_says_the_same(bundle, tmp_path):
     assert len(set(daemon)) > 2
 
 
+def test_the_least_budget_is_known_without_loading_anything(bundle):
+    """The worker, which loads everything, takes the first budget that is not refused, and no smaller one."""
+    manifest = open_manifest(bundle)
+    mode = MODES["+prefetch"]
+    with pytest.raises(ConfigError) as caught:
+        checked_budget(bundle, manifest, [mode], "1MB")
+    least = _demand(bundle, manifest, mode).least_bytes
+    assert f"give it {least / 1e6:.1f} MB or more" in str(caught.value)
+
+    async def load(budget):
+        built = await build_mode(task(bundle, mode.name, budget=str(budget)))
+        await built.runtime.close()
+
+    asyncio.run(load(least))
+    with pytest.raises(ConfigError, match="is too small"):
+        asyncio.run(load(least - 1))
+    share = sensible_budget(bundle, manifest)
+    assert least <= checked_budget(bundle, manifest, MODES.values(), share) < 1.15 * least
+
+
 async def test_what_is_recorded_can_be_done_once_more(bundle):
     built = await build_mode(task(bundle, "+bundling"))
     runtime, recorder = built.runtime, built.recorder
@@ -241,7 +262,9 @@ def test_a_row_is_the_median_round_beside_the_baselines():
     assert naive.speedup_naive == 1.0
 
 
-def test_what_cannot_be_measured_is_said_first(bundle, tmp_path):
+def test_what_cannot_be_measured_is_said_first(bundle, tmp_path, monkeypatch):
+    for late in ("split_copy", "_warm"):
+        monkeypatch.setattr(f"flashd.tools.bench.token.run.{late}", lambda *_, late=late: pytest.fail(late))
     made = make_bundle(tmp_path / "plain", WIDE)
     for folder, options, message in (
         (
@@ -254,6 +277,8 @@ def test_what_cannot_be_measured_is_said_first(bundle, tmp_path):
         (bundle, TokenOptions("auto"), "the budget is auto"),
         (bundle, TokenOptions("lots"), "budget is 'lots'"),
         (bundle, TokenOptions("50%", tokens=512), "too many for a context of 512"),
+        (bundle, TokenOptions("1MB"), r"mode hybrid: a budget of 1.0 MB is too small"),
+        (bundle, TokenOptions("1.2MB", modes=("window",)), r"mode \+window: a budget of 1.2 MB is too small"),
     ):
         with pytest.raises(ConfigError, match=message):
             bench_token(folder, options)
@@ -267,8 +292,8 @@ def test_what_cannot_be_measured_is_said_first(bundle, tmp_path):
 
 
 def test_a_mode_that_fails_says_which_and_why(bundle):
-    options = TokenOptions("1MB", modes=("hybrid",), rounds=1, tokens=1)
-    with pytest.raises(FlashdError, match=r"mode hybrid: a budget of 1.0 MB is too small"):
+    options = TokenOptions(BUDGET, modes=("hybrid",), rounds=1, tokens=1, backend="none")
+    with pytest.raises(FlashdError, match=r"mode hybrid: .*'none'"):
         bench_token(bundle, options)
 
 

@@ -185,6 +185,28 @@ def test_gate_is_exact(llama: Path, text: Path) -> None:
     assert not remove_thresholds(llama)
 
 
+def test_killed_with_thresholds_written_it_goes_on(
+    llama: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest has the thresholds already, calibration.json is not there yet."""
+    options = replace(QUICK, sparsify="fatrelu", target=0.7, predictor="gate", lookahead=False)
+
+    def kill(*_: object) -> None:
+        raise _Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr("flashd.tools.calibrate.write._write_tensors", kill)
+        with pytest.raises(_Killed):
+            calibrate(llama, [text], options)
+    thresholds = open_manifest(llama).thresholds
+    assert thresholds
+    assert not (llama / CALIBRATION).exists()
+    phases: set[str] = set()
+    again = calibrate(llama, [text], options, lambda state: phases.add(state.phase), pytest.fail)
+    assert phases == {"train", "measure"}
+    assert again.thresholds == thresholds
+
+
 def test_low_rank_of_a_thresholded_model(llama: Path, text: Path) -> None:
     options = replace(QUICK, sparsify="fatrelu", target=0.9, lookahead=False, max_requested=0.99, epochs=1)
     first = calibrate(llama, [text], options)
@@ -215,6 +237,7 @@ def test_what_cannot_be_calibrated(opt: Path, llama: Path, text: Path, tmp_path:
     (opt / "calibration.json").mkdir()
     with pytest.raises(CalibrationError, match=r"calibration\.json: a directory, expected a file; move it"):
         calibrate(opt, [text], QUICK)
+    (opt / "calibration.json").rmdir()
     manifest = json.loads((opt / MANIFEST).read_text())
     (opt / MANIFEST).write_text(json.dumps(manifest | {"tokenizer": None}))
     with pytest.raises(CalibrationError, match="--tokenizer"):

@@ -41,6 +41,7 @@ class SynthReport:
         rank: of the predictors.
         requested, fired: mean share of neurons per token.
         rows: the curve.
+        bench_budget: share of all weights that it can be measured with.
     """
 
     bundle: str
@@ -54,6 +55,7 @@ class SynthReport:
     fired: float
     rows: list[CurveRow] = field(default_factory=list)
     synthetic: bool = True
+    bench_budget: str = "55%"
 
 
 def curve_rows(curve: Curve, layers: Sequence[LayerCalibration]) -> list[CurveRow]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from flashd.errors import ConfigError
 from flashd.layout import calibration as layout
 from flashd.layout.manifest import Manifest
+from flashd.tools.bench.token.budget import sensible_budget
 from flashd.tools.convert.checkpoint import Checkpoint
 from flashd.tools.convert.options import ConvertOptions, Progress
 from flashd.tools.convert.run import Extras, convert_checkpoint
@@ -119,4 +120,5 @@ def synth(
         requested=sum(layer.requested for layer in found.layers) / len(found.layers),
         fired=sum(layer.fired for layer in found.layers) / len(found.layers),
         rows=curve_rows(curve, found.layers),
+        bench_budget=sensible_budget(dest, manifest),
     )

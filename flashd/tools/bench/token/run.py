@@ -19,10 +19,10 @@ from flashd.errors import ConfigError, FlashdError, InternalError
 from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.calibration import CALIBRATION
 from flashd.layout.manifest import Manifest
-from flashd.memory.budget import parse_budget
 from flashd.store.open import open_manifest, resident_entries
 from flashd.tools import host
 from flashd.tools.bench.subjects import open_source, warm
+from flashd.tools.bench.token.budget import checked_budget
 from flashd.tools.bench.token.limit import memory_group
 from flashd.tools.bench.token.modes import Mode, modes_named
 from flashd.tools.bench.token.options import Sample, Task, TokenOptions
@@ -60,7 +60,7 @@ def bench_token(
     """
     manifest = open_manifest(directory)
     modes, left_out = _modes(directory, manifest, options)
-    budget_bytes = _budget_bytes(directory, manifest, options.budget)
+    budget_bytes = checked_budget(directory, manifest, modes, options.budget)
     longest = 1 + options.prompt_tokens + options.warmup_tokens + max(options.tokens, options.dense_tokens)
     kv_bytes = kv_bytes_per_token(manifest.model, "f16") * longest
     samples: dict[str, list[Sample]] = {mode.name: [] for mode in modes}
@@ -141,14 +141,6 @@ def _no_split(manifest: Manifest) -> str:
     except ConfigError as exc:
         return str(exc)
     return ""
-
-
-def _budget_bytes(directory: Path, manifest: Manifest, budget: str) -> int:
-    resident = resident_entries(directory).values()
-    whole = sum(entry.nbytes for entry in resident) + manifest.ffn.n_layers * manifest.ffn.layer_bytes
-    if budget.strip().lower() == "auto":
-        raise ConfigError("the budget is auto; give a share such as 50%, or a size such as 4GiB")
-    return parse_budget(budget, whole, 0)
 
 
 def _warm(directory: Path, preparing: ByteProgress) -> None:
