@@ -27,7 +27,7 @@ def reorder(
     by: Annotated[
         str, typer.Option(help="coactivation, frequency; auto: the better one, if it is better than none.")
     ] = "auto",
-    samples: Annotated[int, typer.Option(help="Tokens of text to use, at most.")] = 8192,
+    samples: Annotated[int, typer.Option(min=1, help="Tokens of text to use, at most.")] = 8192,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing bundle.")] = False,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -64,6 +64,9 @@ def reorder(
 
 
 def _print(report: ReorderReport) -> None:
+    if not report.costs:
+        print(f"{report.directory}: {report.order}")
+        return
     rows = [
         (name, f"{cost.reads:.1f}", human_bytes(int(cost.nbytes)), f"{cost.missing:.1f}")
         for name, cost in report.costs.items()

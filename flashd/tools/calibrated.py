@@ -8,11 +8,19 @@ from pathlib import Path
 from flashd.errors import BundleError, DiskReadError
 from flashd.layout.calibration import CALIBRATION, PREDICTORS
 from flashd.layout.manifest import Manifest
-from flashd.store.open import read_calibration
+from flashd.store.open import open_predictors, read_calibration
 from flashd.tools.calibrate.write import PLOT, REPORT, SCRATCH
 
 # What calibration puts beside the files that a manifest lists.
 CALIBRATION_FILES = (CALIBRATION, PREDICTORS, REPORT, PLOT, SCRATCH)
+
+
+def has_predictors(directory: Path, manifest: Manifest) -> bool:
+    """Whether a bundle has a calibration that is of it and undamaged."""
+    try:
+        return open_predictors(directory, manifest) is not None
+    except (BundleError, DiskReadError):
+        return False
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,8 @@ def opened_gate(
             await store.close()
 
     loaded = asyncio.run(gates())
-    found = make_predictor(calibration, tensors, manifest.ffn, activation, gates=loaded, thresholds=thresholds)
+    ffn = manifest.ffn
+    found = make_predictor(calibration, tensors, ffn, activation, gates=loaded, thresholds=thresholds)
     assert found.nbytes == predictor_bytes(calibration, manifest)
     return found
 

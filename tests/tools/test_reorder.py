@@ -16,8 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from flashd.disk.buffers import aligned_empty
-from flashd.errors import CalibrationError, ConfigError, ConversionError
-from flashd.layout.calibration import Calibration, LayerCalibration, tensor_shapes
+from flashd.errors import BundleError, CalibrationError, ConfigError, ConversionError, OutOfSpaceError
+from flashd.layout.calibration import CALIBRATION, Calibration, LayerCalibration, tensor_shapes
 from flashd.layout.manifest import MANIFEST, TOKENIZER, Manifest, to_json
 from flashd.predictor.lowrank import LowRankPredictor
 from flashd.store.open import load_resident, open_manifest, open_store
@@ -25,8 +25,9 @@ from flashd.store.predictors import open_predictors
 from flashd.testing.bundles import list_files, make_bundle, tiny_spec
 from flashd.tools.calibrate.dense import dense_model
 from flashd.tools.calibrate.write import write_calibration
+from flashd.tools.convert.destination import Destination
 from flashd.tools.reorder.orders import by_coactivation, by_frequency, cost, missing
-from flashd.tools.reorder.run import KINDS, choose, record, reorder
+from flashd.tools.reorder.run import KINDS, ReorderReport, choose, record, reorder
 from flashd.tools.verify import verify
 from flashd.types import NUMPY_DTYPE, BoolArray, F32Array, TokenizerSpec, U8Array
 
@@ -160,8 +161,7 @@ def order_between(old: U8Array, new: U8Array) -> np.ndarray:
 def test_the_reordered_bundle_is_the_same_model(tmp_path: Path, store: str, family: str) -> None:
     source, dest = tmp_path / "a", tmp_path / "b"
     manifest = sparse_bundle(source, store, family)
-    text = tmp_path / "text"
-    text.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(0, 96, 1500)))
+    text = long_text(tmp_path)
     report = reorder(source, dest, [text], by="coactivation")
     assert (report.order, report.directory, report.layers) == ("coactivation", str(dest), 3)
     assert report.costs.keys() == {"original", "coactivation"}
@@ -211,10 +211,84 @@ def test_what_cannot_be_reordered(tmp_path: Path) -> None:
         reorder(tmp_path / "a", tmp_path / "b", [text])
     with pytest.raises(ConversionError, match="exists"):
         reorder(tmp_path / "a", tmp_path / "a", [text])
+    with pytest.raises(ConfigError, match="samples is -4, expected 1 or more"):
+        reorder(tmp_path / "a", tmp_path / "b", [text], samples=-4)
     dense = [bits(np.ones((900, 80), np.bool_))] * 3
     with pytest.raises(CalibrationError, match="all orders are alike"):
         choose(tmp_path, manifest, dense, "auto", lambda *state: None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "text"]
+
+
+def long_text(folder: Path) -> Path:
+    path = folder / "text"
+    path.write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(0, 96, 1500)))
+    return path
+
+
+def test_that_nothing_can_be_written_is_said_before_the_text_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sparse_bundle(tmp_path / "a")
+    text = long_text(tmp_path)
+    monkeypatch.setattr("flashd.tools.reorder.run.record", lambda *_: pytest.fail("runs the text"))
+    with pytest.raises(ConversionError, match=r"cannot write .*text"):
+        reorder(tmp_path / "a", text / "b", [text])
+
+    class Disk:
+        f_frsize = 1
+        f_bavail = 100_000
+
+    monkeypatch.setattr("os.statvfs", lambda path: Disk)
+    with pytest.raises(OutOfSpaceError, match=r"needs .* GB more, the disk has .* GB free"):
+        reorder(tmp_path / "a", tmp_path / "b", [text])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "text"]
+
+
+def test_stopped_at_the_end_it_is_not_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = sparse_bundle(tmp_path / "a")
+    text, dest = long_text(tmp_path), tmp_path / "b"
+    notes: list[str] = []
+
+    def stopped(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def again(by: str = "frequency") -> ReorderReport:
+        return reorder(tmp_path / "a", dest, [text], by=by, note=notes.append)
+
+    def nothing_left_but(*names: str) -> None:
+        assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["a", "text", *names])
+
+    for where in ("run.rewrite", "rewrite.write_calibration"):  # the latter with all else written
+        with monkeypatch.context() as patch:
+            patch.setattr(f"flashd.tools.reorder.{where}", stopped)
+            patch.setattr(Destination, "__exit__", lambda self, *_: self._unlock())  # as if killed
+            with pytest.raises(KeyboardInterrupt):
+                again()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            again()
+    nothing_left_but("b.partial")
+    monkeypatch.setattr("flashd.tools.reorder.run.record", lambda *_: pytest.fail("runs the text again"))
+    for _ in range(2):  # before the last rename, and behind it
+        report = again()
+        assert (report.order, report.directory, report.costs) == ("frequency", str(dest), {})
+        nothing_left_but("b")
+        assert verify(dest).problems == []
+        assert open_predictors(dest, open_manifest(dest)) is not None
+    assert "is there already" in notes[-1]
+    # What else it is made from.
+    with pytest.raises(ConversionError, match="exists"):
+        again("coactivation")
+    (tmp_path / "a" / MANIFEST).write_text(to_json(replace(manifest, thresholds=(0.3, 0.3, 0.4))))
+    with pytest.raises(BundleError, match="other thresholds"):
+        again()
+    (tmp_path / "a" / CALIBRATION).unlink()
+    with pytest.raises(ConversionError, match="exists"):
+        again()
+    (tmp_path / "a" / MANIFEST).write_text(to_json(manifest))
+    with pytest.raises(ConversionError, match="exists"):
+        again()
 
 
 def test_auto_takes_the_better_one_or_none(tmp_path: Path) -> None:
@@ -245,7 +319,7 @@ async def test_what_fires_is_recorded(tmp_path: Path) -> None:
 
 def test_the_command(tmp_path: Path) -> None:
     sparse_bundle(tmp_path / "a")
-    (tmp_path / "text").write_text(" ".join(f"w{i}" for i in np.random.default_rng(0).integers(0, 96, 1500)))
+    long_text(tmp_path)
     arguments = ("reorder", "a", "b", "--text", "text", "--by", "frequency", "--json")
     done = subprocess.run(
         flashd_command(*arguments), env=flashd_env(tmp_path), cwd=tmp_path, capture_output=True, text=True

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import shutil
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from flashd import kernels
-from flashd.errors import ConfigError, OutOfSpaceError
+from flashd.errors import ConfigError, ConversionError, OutOfSpaceError
 from flashd.kernels.lane import ComputeLane
 from flashd.kv.contiguous import ContiguousKV
 from flashd.layout.calibration import from_json
@@ -24,6 +25,8 @@ from flashd.prefetch.resident import ResidentFFN
 from flashd.runtime.ffn import _biases
 from flashd.store.open import load_resident, open_manifest, open_store
 from flashd.store.predictors import open_predictors
+from flashd.tools.bench.token.budget import checked_budget, sensible_budget
+from flashd.tools.bench.token.modes import MODES
 from flashd.tools.convert.destination import Destination
 from flashd.tools.inspect import inspect
 from flashd.tools.synth import SynthOptions, synth
@@ -233,6 +236,26 @@ def test_the_command(tmp_path):
     plain = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "synthetic opt-tiny, f16" in plain.stdout
     assert "requested\t5\t24.0%\t" in plain.stdout
+    # As after a kill right behind the last rename.
     again = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert again.returncode == 1
-    assert "exists; choose another place" in again.stderr
+    assert (again.returncode, again.stdout) == (0, plain.stdout)
+    assert "is there already, made by the same command" in again.stderr
+    budget = plain.stdout.splitlines()[-1].split()[-1]
+    manifest = open_manifest(tmp_path / "out")
+    assert budget == sensible_budget(tmp_path / "out", manifest)
+    checked_budget(tmp_path / "out", manifest, MODES.values(), budget)
+
+
+def test_only_what_the_same_command_made_is_there_already(made, tmp_path):
+    folder, report = made("opt-tiny", "opt")
+    notes = []
+    assert asdict(synth(folder, SynthOptions("opt-tiny", "opt"), note=notes.append)) == asdict(report)
+    assert "is there already" in notes[0]
+    with pytest.raises(ConversionError, match="exists; choose another place"):
+        synth(folder, SynthOptions("opt-tiny", seed=1))
+    dest = shutil.copytree(folder, tmp_path / "out")
+    (dest / "predictors.safetensors").unlink()
+    with pytest.raises(ConversionError, match="exists; choose another place"):
+        synth(dest, TINY)
+    synth(dest, replace(TINY, overwrite=True), note=lambda line: pytest.fail(line))
+    assert hashes(dest) == hashes(folder)

@@ -40,6 +40,7 @@ from flashd.tools.convert.files import sync_path, write_durably, write_errors
 PROGRESS = "progress.json"
 SUFFIX = ".partial"
 FINGERPRINT = "fingerprint"  # provenance key: tells a finished partial directory from another's
+ALREADY = "is there already, made by the same command; nothing to do (--overwrite makes it again)"
 _OURS = {
     BUNDLE,
     MANIFEST,
@@ -123,7 +124,7 @@ class Destination:
             useless = kind is not None and issubclass(kind, ConversionError)
             useless = useless and not issubclass(kind or Exception, OutOfSpaceError)
             nothing = not (self.durable.resident_tensors or self.durable.layers or self.finished)
-            if kind is not None and (useless or nothing) and self.root.is_dir():
+            if (useless or nothing) and self.root.is_dir():
                 self._clear()
                 self.root.rmdir()
         finally:
@@ -217,7 +218,7 @@ class Destination:
     def _resume(self) -> None:
         """Take over what an earlier run of the same conversion left, or start anew."""
         fingerprint = self.durable.fingerprint
-        self.finished = self._finished(fingerprint)
+        self.finished = made_already(self.root, fingerprint)
         if self.finished is not None:
             return
         try:
@@ -247,16 +248,6 @@ class Destination:
             (self.root / name).stat().st_size == size for name, size, _ in durable.zarr_files
         )
 
-    def _finished(self, fingerprint: str) -> Manifest | None:
-        """The manifest, if the earlier run had everything but the rename."""
-        path = self.root / MANIFEST
-        try:
-            manifest = from_json(path.read_bytes(), str(path))
-            sizes = all((self.root / f.name).stat().st_size == f.size_bytes for f in manifest.files)
-        except (OSError, BundleError):
-            return None
-        return manifest if sizes and manifest.provenance.get(FINGERPRINT) == fingerprint else None
-
     def _clear(self) -> None:
         """Remove our files. What we don't know stays, with an error: it is somebody's."""
         with write_errors(self.root):
@@ -270,6 +261,17 @@ class Destination:
                     shutil.rmtree(path)
                 else:
                     path.unlink()
+
+
+def made_already(directory: Path, fingerprint: str) -> Manifest | None:
+    """The manifest, if an earlier run of the same conversion had everything, but perhaps the rename."""
+    path = directory / MANIFEST
+    try:
+        manifest = from_json(path.read_bytes(), str(path))
+        sizes = all((directory / f.name).stat().st_size == f.size_bytes for f in manifest.files)
+    except (OSError, BundleError):
+        return None
+    return manifest if sizes and manifest.provenance.get(FINGERPRINT) == fingerprint else None
 
 
 def stride_alignment(dest: Path) -> int:

@@ -25,7 +25,14 @@ from flashd.layout.manifest import (
 )
 from flashd.tools.convert.background import BackgroundWriter
 from flashd.tools.convert.checkpoint import Checkpoint, bundle_dtype, open_checkpoint
-from flashd.tools.convert.destination import FINGERPRINT, Destination, check_place, stride_alignment
+from flashd.tools.convert.destination import (
+    ALREADY,
+    FINGERPRINT,
+    Destination,
+    check_place,
+    made_already,
+    stride_alignment,
+)
 from flashd.tools.convert.ffn import FFNWriter, RowBuilder
 from flashd.tools.convert.ffn_file import SUM_BYTES, BundleFileWriter
 from flashd.tools.convert.files import HashedFile, hash_file, sync_path, write_errors
@@ -55,11 +62,14 @@ class Extras:
         extra_bytes: room that ``finish`` needs.
         finish: writes further files into the directory of the bundle, whose manifest is complete and not
             yet there; durably.
+        whole: whether a bundle that the same command made is still as it was made; then it is not made
+            again.
     """
 
     provenance: dict[str, str] = field(default_factory=dict)
     extra_bytes: int = 0
     finish: Callable[[Path, Manifest], None] | None = None
+    whole: Callable[[Path, Manifest], bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -131,9 +141,16 @@ def convert_checkpoint(
 ) -> Manifest:
     """``convert`` of a checkpoint that is open already, and stays so."""
     _check_options(options)
+    extras = extras or Extras()
     with _system_errors(checkpoint.where):
-        check_place(dest, options.overwrite)
-        job = _plan_job(checkpoint, options, dest, extras or Extras())
+        whole = None if options.overwrite else extras.whole
+        if whole is None:
+            check_place(dest, options.overwrite)
+        job = _plan_job(checkpoint, options, dest, extras)
+        made = None if whole is None else made_already(dest, job.fingerprint)
+        if whole is not None and made is not None and whole(dest, made):
+            (note or _ignore)(f"{dest}: {ALREADY}")
+            return made
         with Destination(dest, job.fingerprint, options.overwrite, note or _ignore) as out:
             manifest = out.finished or _Run(job, out, progress or _ignore).write()
             out.publish(manifest)

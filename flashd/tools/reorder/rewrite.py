@@ -12,7 +12,7 @@ import numpy as np
 from flashd.disk.buffers import aligned_empty
 from flashd.layout.calibration import Calibration, frequency_name, tensor_name
 from flashd.layout.geometry import bundle_bytes
-from flashd.layout.manifest import MANIFEST, RESIDENT, TOKENIZER, FileEntry, Manifest, to_json
+from flashd.layout.manifest import MANIFEST, RESIDENT, SUMS, TOKENIZER, FileEntry, Manifest, to_json
 from flashd.layout.safetensors_header import build_header
 from flashd.store.base import WeightStore
 from flashd.store.open import load_resident, open_store, resident_entries
@@ -26,6 +26,13 @@ from flashd.types import I64Array, WeightArray
 
 ORDER = "neuron_order"  # provenance key
 _SLACK_BYTES = 1 << 20
+
+
+def rewritten_bytes(manifest: Manifest, calibration: Calibration | None) -> int:
+    """What a reordered bundle takes on the disk, as near as it is known beforehand."""
+    others = sum(entry.size_bytes for entry in manifest.files if entry.name in (RESIDENT, SUMS, TOKENIZER))
+    predictors = 0 if calibration is None else calibration.predictors_bytes
+    return bundle_bytes(manifest.ffn) + others + predictors + _SLACK_BYTES
 
 
 async def rewrite(
@@ -54,7 +61,6 @@ async def rewrite(
         ConversionError, OutOfSpaceError: the new one cannot be written.
     """
     found = open_predictors(directory, manifest)
-    out.reserve(bundle_bytes(manifest.ffn) + manifest.file(RESIDENT).size_bytes + _SLACK_BYTES)
     store = await open_store(directory, manifest, verify="reads")
     try:
         with write_errors(out.root):

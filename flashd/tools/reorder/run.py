@@ -15,15 +15,17 @@ import flashd
 from flashd.disk.curve import load_curve
 from flashd.disk.engine import MAX_DESTINATIONS
 from flashd.errors import CalibrationError, ConfigError
-from flashd.layout.calibration import sums_sha256
+from flashd.layout.calibration import Calibration, to_json
 from flashd.layout.manifest import BUNDLE, Manifest
 from flashd.store.bundle_file import MAX_READ_BYTES
 from flashd.store.open import open_manifest
+from flashd.store.predictors import open_predictors
 from flashd.tools.calibrate.dense import dense_model
 from flashd.tools.calibrate.tokens import read_sequences
-from flashd.tools.convert.destination import Destination, check_place
+from flashd.tools.calibrated import has_predictors
+from flashd.tools.convert.destination import ALREADY, Destination, made_already
 from flashd.tools.reorder.orders import Cost, by_coactivation, by_frequency, cost, missing
-from flashd.tools.reorder.rewrite import rewrite
+from flashd.tools.reorder.rewrite import ORDER, rewrite, rewritten_bytes
 from flashd.types import BoolArray, F32Array, I64Array, U8Array
 
 KINDS = ("auto", "coactivation", "frequency")
@@ -50,7 +52,8 @@ class ReorderReport:
     Attributes:
         directory: the new bundle; empty if there is none, because no order is better.
         order: that it has; ``original`` if no other was better.
-        costs: of each order that was tried, and ``original``: reads per token, all layers.
+        costs: of each order that was tried, and ``original``: reads per token, all layers; none, and zeros
+            below, if an earlier run of the same command has made the bundle.
         gap_bytes: gaps up to it were read over, and a read counted as so many bytes.
         measured: whether that is this device's.
         tokens: that orders were made from.
@@ -96,27 +99,50 @@ def reorder(
         BundleError, DiskReadError: no usable bundle.
         CalibrationError: a text that cannot be used, or a model whose neurons all fire.
         ConversionError, OutOfSpaceError: the new bundle cannot be written.
-        ConfigError: an unknown order.
+        ConfigError: an unknown order, or no samples.
     """
     if by not in KINDS:
         raise ConfigError(f"by is {by!r}, expected one of: {', '.join(KINDS)}")
-    check_place(dest, overwrite)
+    if samples < 1:
+        raise ConfigError(f"samples is {samples}, expected 1 or more")
     manifest = open_manifest(directory)
+    found = open_predictors(directory, manifest)
+    calibration = None if found is None else found[0]
     layer_bytes = -(-manifest.ffn.n_neurons // 8) * manifest.ffn.n_layers
     samples = max(1, min(samples, _MAX_RECORD_BYTES // layer_bytes))
     sequences = read_sequences(directory, manifest, texts, samples, note).tokens
-    fired = asyncio.run(record(directory, manifest, sequences, tell))
-    found = choose(directory, manifest, fired, by, tell)
-    if by == "auto" and found.order == "original":
-        return found.report("")
-    fingerprint = _fingerprint(manifest, found.order, found.orders)
+    fingerprint = _fingerprint(directory, manifest, calibration, sequences, by)
+
+    def whole(made_in: Path, made: Manifest | None) -> bool:
+        return made is not None and (calibration is None or has_predictors(made_in, made))
+
+    if not overwrite:
+        made = made_already(dest, fingerprint)
+        if made is not None and whole(dest, made):
+            note(f"{dest}: {ALREADY}")
+            return _report_again(dest, made)
     with Destination(dest, fingerprint, overwrite, note) as out:
+        if out.finished is not None and whole(out.root, out.finished):
+            out.publish(out.finished)
+            return _report_again(dest, out.finished)
+        out.finished = None
+        # Before the text is run: that may take hours.
+        out.reserve(rewritten_bytes(manifest, calibration))
+        fired = asyncio.run(record(directory, manifest, sequences, tell))
+        chosen = choose(directory, manifest, fired, by, tell)
+        if by == "auto" and chosen.order == "original":
+            return chosen.report("")
 
         def progress(done: int) -> None:
             tell("write", done, manifest.ffn.n_layers, "layers")
 
-        asyncio.run(rewrite(directory, manifest, out, found.orders, found.order, progress))
-    return found.report(str(dest))
+        asyncio.run(rewrite(directory, manifest, out, chosen.orders, chosen.order, progress))
+    return chosen.report(str(dest))
+
+
+def _report_again(dest: Path, made: Manifest) -> ReorderReport:
+    """Of what an earlier run has made; its measurements are gone."""
+    return ReorderReport(str(dest), made.provenance[ORDER], {}, 0, False, 0, 0, 0)
 
 
 class _Observer:
@@ -190,8 +216,7 @@ def choose(directory: Path, manifest: Manifest, fired: Sequence[U8Array], by: st
     train = n_tokens - n_test
     if n_test <= _WARM_UP_TOKENS:
         raise CalibrationError(f"the texts give {n_tokens} tokens, too few to compare orders; give more text")
-    curve = load_curve(directory / BUNDLE) if manifest.store == "file" else None
-    gap_bytes = curve.break_even_bytes() if curve else TYPICAL_READ_BYTES
+    gap_bytes, measured = _read_bytes(directory, manifest)
     stride = geometry.stride_bytes
     limits = (stride, gap_bytes // stride, min(MAX_DESTINATIONS, max(1, MAX_READ_BYTES // stride)))
     same = np.arange(geometry.n_neurons)
@@ -217,11 +242,32 @@ def choose(directory: Path, manifest: Manifest, fired: Sequence[U8Array], by: st
             "orders are alike; a model without ReLU has to be made sparse first (flashd calibrate --sparsify)"
         )
     best = min(costs, key=lambda name: costs[name].weighed_bytes(gap_bytes)) if by == "auto" else by
-    return Chosen(best, orders[best], costs, gap_bytes, curve is not None, train, n_test, changed)
+    return Chosen(best, orders[best], costs, gap_bytes, measured, train, n_test, changed)
 
 
-def _fingerprint(manifest: Manifest, name: str, orders: Sequence[I64Array]) -> str:
-    digest = hashlib.sha256(json.dumps([flashd.__version__, sums_sha256(manifest), name]).encode())
-    for order in orders:
-        digest.update(order.tobytes())
+def _read_bytes(directory: Path, manifest: Manifest) -> tuple[int, bool]:
+    """What a read costs beyond its bytes, as bytes, and whether that was measured on this device."""
+    curve = load_curve(directory / BUNDLE) if manifest.store == "file" else None
+    return (curve.break_even_bytes() if curve else TYPICAL_READ_BYTES), curve is not None
+
+
+def _fingerprint(
+    directory: Path,
+    manifest: Manifest,
+    calibration: Calibration | None,
+    sequences: Sequence[I64Array],
+    by: str,
+) -> str:
+    """Of everything that the new bundle depends on."""
+    facts = {
+        "flashd": flashd.__version__,
+        "bundle": [entry.sha256 for entry in manifest.files],
+        "thresholds": manifest.thresholds,
+        "calibration": None if calibration is None else to_json(calibration),
+        "by": by,
+        "read_bytes": _read_bytes(directory, manifest)[0],
+    }
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for tokens in sequences:
+        digest.update(len(tokens).to_bytes(8, "little") + tokens.tobytes())
     return digest.hexdigest()

@@ -11,6 +11,7 @@ from flashd.errors import ConfigError
 from flashd.layout import calibration as layout
 from flashd.layout.manifest import Manifest
 from flashd.tools.bench.token.budget import sensible_budget
+from flashd.tools.calibrated import has_predictors
 from flashd.tools.convert.checkpoint import Checkpoint
 from flashd.tools.convert.options import ConvertOptions, Progress
 from flashd.tools.convert.run import Extras, convert_checkpoint
@@ -98,6 +99,7 @@ def synth(
         },
         extra_bytes=predictor_bytes(plan.spec, code.rank),
         finish=finish,
+        whole=has_predictors,
     )
     manifest = convert_checkpoint(
         Checkpoint(source.where, source, plan, {}, ()),
