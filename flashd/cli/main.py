@@ -22,7 +22,7 @@ from flashd.cli import (
     synth,
     talk,
 )
-from flashd.cli.render import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail
+from flashd.cli.render import EXIT_FAILURE, EXIT_INTERRUPTED, EXIT_USAGE, fail, note
 from flashd.config import traceback_wanted
 from flashd.errors import ConfigError, FlashdError
 
@@ -83,7 +83,10 @@ def main() -> None:
         if getattr(sys, name) is None:  # closed by whoever has started us
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # until the process ends
     try:
-        sys.exit(app(standalone_mode=False))
+        code = app(standalone_mode=False)
+        if code == EXIT_INTERRUPTED:  # newer typers make this of Ctrl-C
+            raise KeyboardInterrupt
+        sys.exit(code)
     except _ClickException as exc:
         context = getattr(exc, "ctx", None)
         command = "flashd" if context is None else context.command_path
@@ -98,6 +101,7 @@ def main() -> None:
     except OSError as exc:
         fail(exc)
     except (typer.Abort, KeyboardInterrupt):
+        note("interrupted")  # a command with more to say has said it and left
         sys.exit(EXIT_INTERRUPTED)
     except Exception as exc:  # our own bug; the daemon's log has the traceback of its own ones
         if traceback_wanted():

@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from flashd.cli.main import app
+from flashd.cli.main import app, main
 from flashd.config import DaemonConfig
 from flashd.errors import ConfigError
 from flashd.kv.contiguous import ContiguousKV
@@ -166,6 +166,20 @@ def test_both_tasks_from_the_command_line(calibrated: Path, plain: Path, text: P
     assert "oracle" not in table.stdout
     wrong = flashd(str(plain), "--text", str(text), "--task", "guess")
     assert "expected one of: perplexity, cloze, both" in str(wrong.exception)
+
+
+def test_interrupted_it_says_so(
+    plain: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("flashd.tools.eval.run.evaluate", interrupted)
+    monkeypatch.setattr("sys.argv", ["flashd", "eval", str(plain), "--text", str(text)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 130
+    assert capsys.readouterr().err.strip() == "flashd: note: interrupted"
 
 
 def test_thresholds_have_a_row_without_them(calibrated: Path, text: Path) -> None:
