@@ -59,6 +59,8 @@ def convert(
         print_json({"bundle": str(dest), "bytes": total, "dtype": manifest.dtype, "store": manifest.store})
     else:
         print(f"{dest}: {manifest.model.family}, {manifest.dtype}, {human_bytes(total)}")
+        if manifest.model.activation in ("relu", "relu2"):
+            print(f"have only the neurons that fire read: flashd calibrate {dest} --text FILE")
         print(f"serve it with: flashd start --model {dest}")
 
 

@@ -135,6 +135,9 @@ def _show(report: CalibrateReport, as_json: bool) -> None:
     paragraph(summary(report))
     paragraph(perplexity_text(report))
     print(f"report: {', '.join(map(str, files))}")
+    if any(layer.masked for layer in report.calibration.layers):
+        print(f"what it costs on other text: flashd eval {report.directory} --text FILE")
+        print(f"serve it with: flashd start --model {report.directory}")
 
 
 class PhaseBar:

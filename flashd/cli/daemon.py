@@ -165,6 +165,21 @@ def start(
     record = _running(config)
     word, record = ("already running", record) if record else _spawn(config)
     _announce(record, as_json, word)
+    if word == "ready" and not as_json:
+        _say_what_is_missing(config)
+
+
+def _say_what_is_missing(config: DaemonConfig) -> None:
+    """Tell whose model would be faster with predictors how to get them."""
+    from flashd.layout.calibration import CALIBRATION
+    from flashd.store.open import read_manifest
+
+    sparse = read_manifest(config.model_dir).model.activation in ("relu", "relu2")
+    if sparse and config.predictor == "auto" and not (config.model_dir / CALIBRATION).exists():
+        note(
+            f"{config.model_dir} is not calibrated: all neurons are computed for every token, and read where "
+            f"they don't fit; flashd calibrate {config.model_dir} --text FILE finds out which fire"
+        )
 
 
 def _serve(config: DaemonConfig, as_json: bool) -> None:

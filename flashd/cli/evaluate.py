@@ -21,7 +21,7 @@ _NOTE_INTERVAL_S = 10.0
 
 IdsOption = Annotated[
     list[Path] | None,
-    typer.Option(help="File of token ids, for models without a tokenizer.", show_default=False),
+    typer.Option(metavar="FILE", help="Token ids, for models without a tokenizer.", show_default=False),
 ]
 ClozeOption = Annotated[
     Path | None,
@@ -39,7 +39,8 @@ def evaluate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Bundle directory.")],
     text: Annotated[
         list[Path] | None,
-        typer.Option(help="Text file to evaluate on; may be repeated. Not one calibrated with.",
+        typer.Option(metavar="FILE",
+                     help="UTF-8 text to evaluate on, not one calibrated with; may be given several times.",
                      show_default=False),
     ] = None,
     tokens_file: IdsOption = None,

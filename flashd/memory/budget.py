@@ -131,8 +131,10 @@ def allocate(budget_bytes: int, demand: Demand, k: int = 0) -> Allocation:
     least_rows = demand.least_rows
     left = budget_bytes - demand.least_bytes
     if left < 0:
+        # In bytes where somebody may have forgotten the unit.
+        given = f"{budget_bytes / 1e6:.1f} MB" if budget_bytes >= 50_000 else f"{budget_bytes} bytes"
         raise ConfigError(
-            f"a budget of {budget_bytes / 1e6:.1f} MB is too small: resident weights and predictors take "
+            f"a budget of {given} is too small: resident weights and predictors take "
             f"{demand.fixed_bytes / 1e6:.1f} MB, stream buffers {demand.ring_bytes / 1e6:.1f} MB, and the "
             f"window at least {least_rows * stride / 1e6:.1f} MB; give it "
             f"{demand.least_bytes / 1e6:.1f} MB or more"

@@ -300,13 +300,13 @@ def _log(
     if allocation.n_rows:
         rows = [rows for rows in allocation.capacity if rows]
         log.info(
-            "window %s: %d rows of %d bytes (%.1f MB), the requests of %s steps; a layer keeps %d to %d rows "
+            "window %s: %d rows of %d bytes (%.1f MB), the requests of %s; a layer keeps %d to %d rows "
             "(%.1f to %.1f MB) of %d; prefetch %s",
             config.eviction,
             allocation.n_rows,
             ffn.stride_bytes,
             allocation.n_rows * ffn.stride_bytes / 1e6,
-            allocation.k or "less than one",
+            f"{allocation.k} step{'s' * (allocation.k > 1)}" if allocation.k else "less than one step",
             *(min(rows), max(rows)),
             *(min(rows) * ffn.stride_bytes / 1e6, max(rows) * ffn.stride_bytes / 1e6),
             ffn.n_neurons,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.manifest import TOKENIZER, Manifest
-from flashd.prefetch.stream import RING_BYTES
+from flashd.prefetch.stream import RING_BUFFERS, ring_slice_rows
 from flashd.store.open import open_manifest, resident_entries
 from flashd.tools.calibrated import CalibrationFacts, calibration_facts
 
@@ -36,7 +36,8 @@ class InspectReport:
         kv_bytes_full_context: those of a sequence of ``max_context`` tokens.
         ram_dense_resident_bytes: everything in RAM.
         ram_dense_streamed_bytes: resident weights and the stream's buffers.
-        ram_sparse_bytes: by share of the FFN rows that the window holds, in percent.
+        ram_sparse_bytes: by share of the FFN rows that the window holds, in percent; with the predictors
+            that are there.
         calibrated: whether there is a calibration that can be used.
         calibration: facts about it.
         calibration_problem: why one can't be used; empty without one.
@@ -85,8 +86,9 @@ def inspect(directory: Path) -> InspectReport:
     resident_bytes = sum(entry.nbytes for entry in resident)
     ffn_bytes = ffn.n_layers * ffn.layer_bytes
     kv_bytes = kv_bytes_per_token(spec, "f16")
-    streamed_bytes = resident_bytes + RING_BYTES
+    streamed_bytes = resident_bytes + RING_BUFFERS * ring_slice_rows(ffn) * ffn.stride_bytes
     calibration, problem = calibration_facts(directory, manifest)
+    sparse_bytes = streamed_bytes + (calibration.predictors_bytes if calibration else 0)
     return InspectReport(
         directory=str(directory),
         family=spec.family,
@@ -109,7 +111,7 @@ def inspect(directory: Path) -> InspectReport:
         ram_dense_resident_bytes=resident_bytes + ffn_bytes,
         ram_dense_streamed_bytes=streamed_bytes,
         ram_sparse_bytes={
-            str(share): streamed_bytes + ffn_bytes * share // 100 for share in WINDOW_SHARES_PERCENT
+            str(share): sparse_bytes + ffn_bytes * share // 100 for share in WINDOW_SHARES_PERCENT
         },
         calibrated=calibration is not None,
         calibration=calibration,

@@ -50,6 +50,8 @@ def test_the_least_and_less() -> None:
     assert (got.resident_layers, got.k) == ((), 0)
     with pytest.raises(ConfigError, match=r"1\.0 MB, stream buffers 0\.1 MB.*give it 1\.1 MB or more"):
         allocate(least - 1, DEMAND)
+    with pytest.raises(ConfigError, match="a budget of 8 bytes is too small"):
+        allocate(parse_budget("8", 1000, 7), DEMAND)
 
 
 def test_a_model_without_masks_gets_whole_layers() -> None:

@@ -28,9 +28,10 @@ def test_the_arithmetic(tmp_path: Path, kind: StoreKind) -> None:
     assert report.kv_bytes_per_token == 2 * 3 * 2 * 8 * 2
     assert report.kv_bytes_full_context == report.kv_bytes_per_token * 64
     assert report.ram_dense_resident_bytes == resident + ffn
-    assert report.ram_dense_streamed_bytes == resident + (16 << 20)
+    ring = 4 * 24 * 512  # four slices, a quarter of the layer each, of whole groups of 8 rows
+    assert report.ram_dense_streamed_bytes == resident + ring
     assert report.ram_sparse_bytes == {
-        share: resident + (16 << 20) + ffn * int(share) // 100 for share in ("10", "25", "50")
+        share: resident + ring + ffn * int(share) // 100 for share in ("10", "25", "50")
     }
     assert report.total_bytes == sum(entry.size_bytes for entry in made.manifest.files)
     assert (report.calibrated, report.tokenizer, report.chat_template) == (False, False, True)
@@ -40,9 +41,12 @@ def test_the_arithmetic(tmp_path: Path, kind: StoreKind) -> None:
 def test_as_json_and_as_table(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     made = make_bundle(tmp_path)
+    plain = inspect(tmp_path)
     make_predictors(tmp_path, made.manifest, masked=[True, True, False])
     report = inspect(tmp_path)
     assert (report.calibrated, report.tokenizer, report.chat_template) == (True, True, False)
+    predictors = (tmp_path / "predictors.safetensors").stat().st_size
+    assert report.ram_sparse_bytes == {k: v + predictors for k, v in plain.ram_sparse_bytes.items()}
     assert json.loads(json.dumps(asdict(report)))["family"] == "opt"
     table = dict(inspect_rows(report))
     assert table["FFN rows"] == "120 KiB, 40 KiB a layer"

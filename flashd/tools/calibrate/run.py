@@ -238,7 +238,7 @@ def _train(task: Task) -> _Results:
             for work, count in ((one.predictor, n_layers), (one.lookahead, n_lookaheads)):
                 futures = {pool.submit(work, job, layer) for layer in range(count)}
                 while futures:
-                    task.tell("train", done, n_layers + n_lookaheads, "layers")
+                    task.tell("train", done, n_layers + n_lookaheads, "predictors")
                     ended, futures = wait(futures, timeout=0.5, return_when=FIRST_EXCEPTION)
                     for future in ended:
                         future.result()
@@ -247,7 +247,7 @@ def _train(task: Task) -> _Results:
             stop.set()
             pool.shutdown(cancel_futures=True)
             raise
-    task.tell("train", done, done, "layers")
+    task.tell("train", done, done, "predictors")
     return _Results(
         [job.kept(f"predictor-{layer:03}") for layer in range(n_layers)],
         [job.kept(f"lookahead-{layer:03}") for layer in range(n_lookaheads)],
