@@ -18,6 +18,8 @@ from flashd.types import I64Array, U8Array
 # A destination that does not exist: its bytes are read, because that is cheaper than not reading
 # them, and thrown away.
 SKIP = -1
+# Longer than anybody waits, and short enough for every clock.
+FOREVER_S = 1e8
 # Linux takes 1024 (IOV_MAX) destinations in one read.
 MAX_DESTINATIONS = 1024
 
@@ -126,6 +128,27 @@ class RowBatch:
         )
 
 
+class ReadTicket(ABC):
+    """A read on its way, for a thread that waits for it by itself instead of an event loop. That thread
+    alone uses it, and waits for it until it has ended: until then the read's memory is kept."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether ``wait`` would not have to wait for the device."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """Block, without the GIL, until the read has ended.
+
+        Returns:
+            False where it has not in that time. True, once: afterwards the ticket is used up, and so it
+            is where this raises.
+
+        Raises:
+            What the awaited read raises.
+        """
+
+
 class ReadEngine(ABC):
     """Reads open files. Several batches may be outstanding; use it from one event loop.
 
@@ -173,6 +196,28 @@ class ReadEngine(ABC):
     async def read_rows(self, batch: RowBatch, *, prefetch: bool = False) -> None:
         """Read rows; as ``read`` of ``batch.plan()``, for callers that do it very often."""
         await self.read(batch.plan(), prefetch=prefetch)
+
+    @property
+    def has_tickets(self) -> bool:
+        """Whether ``start`` and ``start_rows`` work."""
+        return False
+
+    @property
+    def busy_ns(self) -> int | None:
+        """Time so far with at least one batch on its way; None where nobody measures it."""
+        return None
+
+    def start(self, batch: ReadBatch, *, prefetch: bool = False) -> ReadTicket:
+        """Begin what ``read`` does, from any one thread, which waits for it by itself.
+
+        Raises:
+            ValueError: the engine is closed, or has no tickets (our own bug).
+        """
+        raise ValueError(f"{self.name} reads have no tickets")
+
+    def start_rows(self, batch: RowBatch, *, prefetch: bool = False) -> ReadTicket:
+        """As ``start`` of ``batch.plan()``."""
+        return self.start(batch.plan(), prefetch=prefetch)
 
     def register(self, memory: U8Array) -> str:
         """Pin ``memory`` so that the kernel need not do it for every read into it.
