@@ -20,18 +20,23 @@ class MeteredStore(WrappedStore):
 
     Attributes:
         inner: the store that does the work; closed with this one.
-        stats: the counters. ``busy_ns`` grows whenever a call starts or ends, ``device`` when one ends.
-            Where the store below knows when reads end, ``busy_ns`` is its: a call that is waited for by
-            a thread ends only when that thread asks.
     """
 
     def __init__(self, inner: WeightStore) -> None:
         super().__init__(inner)
-        self.stats = StoreStats(checks=inner.check_stats or CheckStats())
+        self._stats = StoreStats(checks=inner.check_stats or CheckStats())
         self._outstanding = 0
         self._counted_until_ns = 0
         self._busy_before_ns = inner.busy_ns or 0
         self._lock = threading.Lock()  # calls end on the event loop and in threads that wait for them
+
+    @property
+    def stats(self) -> StoreStats:
+        """The counters, always the same ones. ``device`` and ``checks`` are as they were when somebody asked
+        last; ``busy_ns`` grows whenever a call starts or ends. Where the store below knows when reads end,
+        ``busy_ns`` is its: a call that a thread waits for ends only when that thread asks."""
+        self._stats.device = self.inner.read_stats or self._stats.device
+        return self._stats
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""
@@ -90,12 +95,11 @@ class MeteredStore(WrappedStore):
     def count(self, nbytes: int = 0, *, failed: bool = False) -> None:
         """A call has ended."""
         with self._lock:
-            stats, inner = self.stats, self.inner
+            stats = self._stats
             stats.calls += 1
             stats.bytes_delivered += nbytes
             stats.errors += failed
-            stats.device = inner.read_stats or stats.device
-            busy_ns = inner.busy_ns
+            busy_ns = self.inner.busy_ns
             if busy_ns is not None:
                 stats.busy_ns = busy_ns - self._busy_before_ns
 
@@ -103,7 +107,7 @@ class MeteredStore(WrappedStore):
         """So many calls more are outstanding."""
         now_ns = time.perf_counter_ns()
         if self._outstanding and self.inner.busy_ns is None:
-            self.stats.busy_ns += now_ns - self._counted_until_ns
+            self._stats.busy_ns += now_ns - self._counted_until_ns
         self._counted_until_ns = now_ns
         self._outstanding += calls
 
