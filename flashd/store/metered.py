@@ -9,9 +9,43 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flashd.disk.engine import FOREVER_S, ReadTicket
-from flashd.stats import CheckStats, StoreStats
+from flashd.stats import CheckStats, ReadStats, StoreStats
 from flashd.store.base import WeightStore, WrappedStore
 from flashd.types import I64Array, U8Array
+
+
+class _Counters(StoreStats):
+    """Asks the store below when somebody looks.
+
+    Attributes:
+        own_busy_ns: time with at least one call outstanding.
+    """
+
+    def __init__(self, inner: WeightStore) -> None:
+        self._inner = inner
+        self._busy_before_ns = inner.busy_ns or 0
+        self._device = ReadStats()
+        self.own_busy_ns = 0
+        super().__init__(checks=inner.check_stats or CheckStats())
+
+    @property
+    def busy_ns(self) -> int:
+        """See ``StoreStats``."""
+        busy_ns = self._inner.busy_ns
+        return self.own_busy_ns if busy_ns is None else busy_ns - self._busy_before_ns
+
+    @busy_ns.setter
+    def busy_ns(self, value: int) -> None:
+        self.own_busy_ns = value
+
+    @property
+    def device(self) -> ReadStats:
+        """See ``StoreStats``."""
+        return self._inner.read_stats or self._device
+
+    @device.setter
+    def device(self, value: ReadStats) -> None:
+        self._device = value
 
 
 class MeteredStore(WrappedStore):
@@ -20,23 +54,16 @@ class MeteredStore(WrappedStore):
 
     Attributes:
         inner: the store that does the work; closed with this one.
+        stats: the counters. Where the store below knows when reads end, ``busy_ns`` is its: a call that
+            a thread waits for ends only when that thread asks.
     """
 
     def __init__(self, inner: WeightStore) -> None:
         super().__init__(inner)
-        self._stats = StoreStats(checks=inner.check_stats or CheckStats())
+        self.stats = _Counters(inner)
         self._outstanding = 0
         self._counted_until_ns = 0
-        self._busy_before_ns = inner.busy_ns or 0
         self._lock = threading.Lock()  # calls end on the event loop and in threads that wait for them
-
-    @property
-    def stats(self) -> StoreStats:
-        """The counters, always the same ones. ``device`` and ``checks`` are as they were when somebody asked
-        last; ``busy_ns`` grows whenever a call starts or ends. Where the store below knows when reads end,
-        ``busy_ns`` is its: a call that a thread waits for ends only when that thread asks."""
-        self._stats.device = self.inner.read_stats or self._stats.device
-        return self._stats
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""
@@ -95,19 +122,15 @@ class MeteredStore(WrappedStore):
     def count(self, nbytes: int = 0, *, failed: bool = False) -> None:
         """A call has ended."""
         with self._lock:
-            stats = self._stats
-            stats.calls += 1
-            stats.bytes_delivered += nbytes
-            stats.errors += failed
-            busy_ns = self.inner.busy_ns
-            if busy_ns is not None:
-                stats.busy_ns = busy_ns - self._busy_before_ns
+            self.stats.calls += 1
+            self.stats.bytes_delivered += nbytes
+            self.stats.errors += failed
 
     def _count_time(self, calls: int) -> None:
         """So many calls more are outstanding."""
         now_ns = time.perf_counter_ns()
-        if self._outstanding and self.inner.busy_ns is None:
-            self._stats.busy_ns += now_ns - self._counted_until_ns
+        if self._outstanding:
+            self.stats.own_busy_ns += now_ns - self._counted_until_ns
         self._counted_until_ns = now_ns
         self._outstanding += calls
 
