@@ -26,6 +26,7 @@ class Core:
         ids: I64Array,
         rows: I64Array,
         dest: U8Array,
+        limit: int,
         max_gap: int,
         max_run: int,
         prefetch: bool,

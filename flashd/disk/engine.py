@@ -102,6 +102,7 @@ class RowBatch:
         dest: ``[n, stride_bytes]`` uint8, C-contiguous, writeable.
         max_gap_rows: longest gap between two wanted rows to read over.
         max_run_rows: longest read, 1 to ``MAX_DESTINATIONS`` rows.
+        n_rows: of the file: ids are less.
     """
 
     offset_bytes: int
@@ -110,10 +111,13 @@ class RowBatch:
     dest: U8Array
     max_gap_rows: int
     max_run_rows: int
+    n_rows: int = 1 << 48
 
     def plan(self) -> ReadBatch:
         """The reads that it takes, as ``layout.coalesce`` plans them."""
         stride = self.dest.shape[1]
+        if int(self.ids.max()) >= self.n_rows:
+            raise ValueError(f"row {int(self.ids.max())} of a file of {self.n_rows} rows")
         plan = plan_rows(
             self.ids, self.rows, max_gap_neurons=self.max_gap_rows, max_run_neurons=self.max_run_rows
         )

@@ -157,6 +157,7 @@ class NativeEngine(ReadEngine):
             batch.ids,
             batch.rows,
             batch.dest.reshape(-1),
+            batch.n_rows,
             batch.max_gap_rows,
             batch.max_run_rows,
             prefetch,

@@ -99,11 +99,16 @@ class RowReads:
             raise RuntimeError("the compute lane was closed while it waited for a read")
         read.ticket = None
 
-    def ended(self) -> list[RowRead]:
-        """Reads that have ended since the last time, failed or not; each is told once."""
+    def ended(self, layer: int | None = None) -> list[RowRead]:
+        """Reads that have ended since the last time, failed or not; each is told once.
+
+        Args:
+            layer: it will wait for what is on its way to it anyway, and its rows can as well be checked
+                then, while others are read.
+        """
         over = []
         for read in self.open:
-            if read.ticket is not None and read.ticket.done():
+            if read.ticket is not None and read.layer != layer and read.ticket.done():
                 self.wait(read)
             if read.ticket is None:
                 over.append(read)

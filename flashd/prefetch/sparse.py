@@ -58,9 +58,10 @@ class _Work:
         hidden: ``[B, m]``.
         acc: ``[B, d_model]``, the sum so far.
         start, stop: places of this round.
-        later: places of this round whose rows are on their way.
+        coming: places of this round whose rows a guess is bringing.
+        missing: places of this round that ``demand`` is bringing.
         demand: this round's read of what was missing.
-        waits: reads to wait for.
+        waits: other reads to wait for.
     """
 
     number: int
@@ -74,7 +75,8 @@ class _Work:
     loop: asyncio.AbstractEventLoop
     start: int = 0
     stop: int = 0
-    later: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    coming: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    missing: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
     demand: RowRead | None = None
     waits: list[RowRead] = field(default_factory=list)
 
@@ -163,7 +165,7 @@ class SparseFFN:
         """A layer up to the dot products of what comes last, or a prompt's input."""
         began_ns = time.perf_counter_ns()
         made = x()
-        self._settle()
+        self._settle(layer)
         if len(made) > MAX_BATCH:
             return made
         made = np.ascontiguousarray(made, np.float32)
@@ -260,16 +262,11 @@ class SparseFFN:
             read for read in self.reads.open if stuck or (len(parts.coming) and read.layer == layer)
         ]
         work.demand = None
-        work.later = parts.coming
+        work.coming, work.missing = parts.coming, parts.missing
         if len(parts.missing):
             work.demand = self._read(layer, work.ids[parts.missing], work.loop)
             work.rows[parts.missing] = work.demand.rows
-            work.waits.append(work.demand)
             self.stats.demand += len(parts.missing)
-            if len(parts.coming):
-                work.later = np.sort(np.concatenate([parts.coming, parts.missing]))
-            else:
-                work.later = parts.missing
         return parts.here
 
     def _where(self, work: _Work) -> Split:
@@ -294,9 +291,9 @@ class SparseFFN:
         rows = self.window.insert(layer, ids, guessed=prefetch)
         return self.reads.start(RowRead(layer, ids, rows, prefetch), loop)
 
-    def _settle(self) -> None:
-        """Take note of the reads that have ended."""
-        over = self.reads.ended()
+    def _settle(self, layer: int | None = None) -> None:
+        """Take note of the reads that have ended; of guesses at ``layer`` only where they were waited for."""
+        over = self.reads.ended(layer)
         if not over:
             return
         with self._lane.memory_work():
@@ -308,7 +305,8 @@ class SparseFFN:
                     self.stats.failed_reads += 1
 
     def _arrived(self, work: _Work) -> None:
-        """Wait for the rows of this round.
+        """Wait for the rows of this round; those of a guess, which was started earlier, are computed while
+        what is missing is still on its way.
 
         A guess that failed harms nobody: what it should have brought is read again.
 
@@ -318,10 +316,14 @@ class SparseFFN:
         while True:
             for read in work.waits:
                 self.reads.wait(read)
-            if work.demand is not None and work.demand.error is not None:
-                raise work.demand.error
-            stuck = work.stop == work.start < len(work.ids)
-            if not stuck and all(read.error is None for read in work.waits):
+            again = work.stop == work.start < len(work.ids) or any(read.error for read in work.waits)
+            if not again:
+                self._dots(work, work.coming)
+            if work.demand is not None:
+                self.reads.wait(work.demand)
+                if work.demand.error is not None:
+                    raise work.demand.error
+            if not again:
                 return
             if not work.waits:
                 raise RuntimeError(f"layer {work.layer}: no row can be freed in a pool that is too small")
@@ -375,7 +377,7 @@ class SparseFFN:
 
     def _add_down(self, work: _Work) -> None:
         """Activations of what came last, and the round's part of the output."""
-        self._dots(work, work.later)
+        self._dots(work, work.missing)
         if work.stop == work.start:
             return
         geometry = self._geometry

@@ -106,8 +106,15 @@ class BundleFileStore(WeightStore):
         """See ``WeightStore.start_rows``."""
         if not len(ids) or not self.engine.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
-        self.check_rows(layer, ids, out, rows)
-        ticket = self.engine.start_rows(self._batch(layer, ids, out, rows), prefetch=prefetch)
+        self.check_request(layer, 0, 0, len(ids) if rows is None else len(out), out)
+        if ids.dtype != np.int64 or (rows is not None and rows.dtype != np.int64):
+            self.check_rows(layer, ids, out, rows)
+        try:
+            ticket = self.engine.start_rows(self._batch(layer, ids, out, rows), prefetch=prefetch)
+        except ValueError:
+            # The engine has looked at all of them, which takes as long here again: only for the message.
+            self.check_rows(layer, ids, out, rows)
+            raise
         return NamedTicket(ticket, partial(_of_layer, layer=layer))
 
     @property
@@ -128,6 +135,7 @@ class BundleFileStore(WeightStore):
             out,
             self.max_gap_neurons,
             self._max_run_neurons,
+            self.geometry.n_neurons,
         )
 
     async def close(self) -> None:

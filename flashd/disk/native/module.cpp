@@ -67,13 +67,14 @@ uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Int
 }
 
 uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, Ints ids, Ints rows, Bytes dest,
-                     int64_t max_gap, int64_t max_run, bool prefetch, bool ticket) {
+                     int64_t limit, int64_t max_gap, int64_t max_run, bool prefetch, bool ticket) {
     if (file < 0 || file >= core.n_files() || size_of(ids) != size_of(rows) || size_of(ids) < 1)
         throw std::invalid_argument("submit_rows: no such file, or not one row for each id");
     RowRequest want;
     want.ids = ids.data();
     want.rows = rows.data();
     want.count = size_of(ids);
+    want.limit = limit;
     want.file = file;
     want.offset = offset;
     want.stride = stride;
@@ -144,7 +145,7 @@ NB_MODULE(_native, module) {
         .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
              arg("at"), arg("in_place"), arg("dest"), arg("prefetch"), arg("ticket"))
         .def("submit_rows", &submit_rows, arg("file"), arg("offset"), arg("stride"), arg("ids"), arg("rows"),
-             arg("dest"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"))
+             arg("dest"), arg("limit"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"))
         .def("cancel", &Core::cancel, arg("batch"))
         .def("completed", &completed)
         .def("wait", &wait, arg("batch"), arg("timeout_s"))
