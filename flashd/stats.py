@@ -93,7 +93,7 @@ class StoreStats:
         bytes_delivered: rows that calls were answered with.
         errors: calls that failed.
         busy_ns: time with at least one call outstanding, not the sum over calls.
-        device: reads that the calls ended so far were made of.
+        device: reads that the calls so far were made of.
         checks: of checksums; all zero where nothing is checked.
     """
 

@@ -68,3 +68,4 @@ def synth(
             for row in report.rows
         ],
     )
+    print(f"measure it with: flashd bench token {dest} --budget {report.bench_budget}")

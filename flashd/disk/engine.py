@@ -18,6 +18,8 @@ from flashd.types import I64Array, U8Array
 # A destination that does not exist: its bytes are read, because that is cheaper than not reading
 # them, and thrown away.
 SKIP = -1
+# Longer than anybody waits, and short enough for every clock.
+FOREVER_S = 1e8
 # Linux takes 1024 (IOV_MAX) destinations in one read.
 MAX_DESTINATIONS = 1024
 
@@ -100,6 +102,7 @@ class RowBatch:
         dest: ``[n, stride_bytes]`` uint8, C-contiguous, writeable.
         max_gap_rows: longest gap between two wanted rows to read over.
         max_run_rows: longest read, 1 to ``MAX_DESTINATIONS`` rows.
+        n_rows: of the file: ids are less.
     """
 
     offset_bytes: int
@@ -108,10 +111,13 @@ class RowBatch:
     dest: U8Array
     max_gap_rows: int
     max_run_rows: int
+    n_rows: int = 1 << 48
 
     def plan(self) -> ReadBatch:
         """The reads that it takes, as ``layout.coalesce`` plans them."""
         stride = self.dest.shape[1]
+        if int(self.ids.max()) >= self.n_rows:
+            raise ValueError(f"row {int(self.ids.max())} of a file of {self.n_rows} rows")
         plan = plan_rows(
             self.ids, self.rows, max_gap_neurons=self.max_gap_rows, max_run_neurons=self.max_run_rows
         )
@@ -124,6 +130,27 @@ class RowBatch:
             np.maximum(plan.row * stride, SKIP),  # of GAP, which is negative, too
             first,
         )
+
+
+class ReadTicket(ABC):
+    """A read on its way, for a thread that waits for it by itself instead of an event loop. That thread
+    alone uses it, and waits for it until it has ended: until then the read's memory is kept."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether ``wait`` would not have to wait for the device."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """Block, without the GIL, until the read has ended.
+
+        Returns:
+            False where it has not in that time. True, once: afterwards the ticket is used up, and so it
+            is where this raises.
+
+        Raises:
+            What the awaited read raises.
+        """
 
 
 class ReadEngine(ABC):
@@ -173,6 +200,28 @@ class ReadEngine(ABC):
     async def read_rows(self, batch: RowBatch, *, prefetch: bool = False) -> None:
         """Read rows; as ``read`` of ``batch.plan()``, for callers that do it very often."""
         await self.read(batch.plan(), prefetch=prefetch)
+
+    @property
+    def has_tickets(self) -> bool:
+        """Whether ``start`` and ``start_rows`` work."""
+        return False
+
+    @property
+    def busy_ns(self) -> int | None:
+        """Time so far with at least one batch on its way; None where nobody measures it."""
+        return None
+
+    def start(self, batch: ReadBatch, *, prefetch: bool = False) -> ReadTicket:
+        """Begin what ``read`` does, from any one thread, which waits for it by itself.
+
+        Raises:
+            ValueError: the engine is closed, or has no tickets (our own bug).
+        """
+        raise ValueError(f"{self.name} reads have no tickets")
+
+    def start_rows(self, batch: RowBatch, *, prefetch: bool = False) -> ReadTicket:
+        """As ``start`` of ``batch.plan()``."""
+        return self.start(batch.plan(), prefetch=prefetch)
 
     def register(self, memory: U8Array) -> str:
         """Pin ``memory`` so that the kernel need not do it for every read into it.

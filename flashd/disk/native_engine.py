@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashd.disk.blocking import read_failed, truncated
-from flashd.disk.engine import ReadBatch, ReadEngine, RowBatch
+from flashd.disk.engine import FOREVER_S, ReadBatch, ReadEngine, ReadTicket, RowBatch
 from flashd.disk.files import FileTable
 from flashd.disk.pieces import SCRATCH_PIECE_BYTES, Pieces, plan_pieces
 from flashd.errors import DiskReadError
@@ -38,6 +38,7 @@ DEFAULT_DEPTH = {"uring": 64, "threads": 32}
 
 
 _MAX_REGISTERED_BYTES = 1 << 30
+_POLL_S = 0.002
 _FIRST_FILE: I64Array = np.zeros(1, np.int64)
 
 
@@ -108,17 +109,62 @@ class NativeEngine(ReadEngine):
     async def read_rows(self, batch: RowBatch, *, prefetch: bool = False) -> None:
         """See ``ReadEngine.read_rows``. What is aligned is planned by native code, which makes the same
         reads in a tenth of the time."""
-        offset, stride = batch.offset_bytes, batch.dest.shape[1]
-        if (offset | stride | batch.dest.ctypes.data) % self.alignment_bytes or self._closing is not None:
+        if not self._in_place(batch) or self._closing is not None:
             await super().read_rows(batch, prefetch=prefetch)
             return
-        limits = batch.max_gap_rows, batch.max_run_rows
-        rows = batch.ids, batch.rows, batch.dest.reshape(-1)
-        await self._run(
-            _FIRST_FILE, partial(self._core.submit_rows, 0, offset, stride, *rows, *limits, prefetch)
+        await self._run(_FIRST_FILE, partial(self._submit_rows, batch, prefetch))
+
+    @property
+    def has_tickets(self) -> bool:
+        """See ``ReadEngine.has_tickets``; with one file, which is always open."""
+        return len(self.paths) == 1
+
+    @property
+    def busy_ns(self) -> int:
+        """See ``ReadEngine.busy_ns``."""
+        return self._core.busy_ns()
+
+    def start(self, batch: ReadBatch, *, prefetch: bool = False) -> ReadTicket:
+        """See ``ReadEngine.start``."""
+        self._check_tickets()
+        pieces = plan_pieces(batch, self.alignment_bytes)
+        if not len(pieces):
+            return _Nothing()
+        return _Ticket(self, self._submit_pieces(pieces, batch.dest, prefetch, ticket=True))
+
+    def start_rows(self, batch: RowBatch, *, prefetch: bool = False) -> ReadTicket:
+        """See ``ReadEngine.start_rows``."""
+        if not self._in_place(batch):
+            return super().start_rows(batch, prefetch=prefetch)
+        self._check_tickets()
+        return _Ticket(self, self._submit_rows(batch, prefetch, ticket=True))
+
+    def _check_tickets(self) -> None:
+        if self._closing is not None:
+            raise ValueError(f"{self.paths[0]}: the read engine is closed")
+        if not self.has_tickets:
+            raise ValueError(f"{self.paths[0]}: one of several files, whose reads have no tickets")
+
+    def _in_place(self, batch: RowBatch) -> bool:
+        misaligned = batch.offset_bytes | batch.dest.shape[1] | batch.dest.ctypes.data
+        return not misaligned % self.alignment_bytes
+
+    def _submit_rows(self, batch: RowBatch, prefetch: bool, ticket: bool = False) -> int:
+        return self._core.submit_rows(
+            0,
+            batch.offset_bytes,
+            batch.dest.shape[1],
+            batch.ids,
+            batch.rows,
+            batch.dest.reshape(-1),
+            batch.n_rows,
+            batch.max_gap_rows,
+            batch.max_run_rows,
+            prefetch,
+            ticket,
         )
 
-    def _submit_pieces(self, pieces: Pieces, dest: U8Array, prefetch: bool) -> int:
+    def _submit_pieces(self, pieces: Pieces, dest: U8Array, prefetch: bool, ticket: bool = False) -> int:
         return self._core.submit(
             pieces.file,
             pieces.offset_bytes,
@@ -128,6 +174,7 @@ class NativeEngine(ReadEngine):
             pieces.in_place,
             dest,
             prefetch,
+            ticket,
         )
 
     async def _run(self, file: I64Array, submit: Callable[[], int]) -> None:
@@ -171,11 +218,11 @@ class NativeEngine(ReadEngine):
             elif end == "dropped":
                 future.cancel()
             else:
-                future.set_exception(self._error(file, offset, length, error))
+                future.set_exception(self.error(file, offset, length, error))
             self._files.release(files)
         self._settle()
 
-    def _error(self, file: int, offset: int, length: int, error: int) -> Exception:
+    def error(self, file: int, offset: int, length: int, error: int) -> Exception:
         """What went wrong with one read of a file that is held; ``error`` is 0 where the file ended."""
         path = self.paths[file]
         if error:
@@ -224,6 +271,8 @@ class NativeEngine(ReadEngine):
         self._idle.clear()
         self._settle()
         await self._idle.wait()
+        while self._core.tickets():  # noqa: ASYNC110 - the loop is not told when these end
+            await asyncio.sleep(_POLL_S)
         if self._loop is not None:
             self._loop.remove_reader(self._core.fileno())
         self._core.close()
@@ -232,6 +281,44 @@ class NativeEngine(ReadEngine):
 
     def _forget_memory(self) -> None:
         """Nothing is registered any more."""
+
+
+class _Ticket(ReadTicket):
+    """Of a batch of the core's."""
+
+    __slots__ = ("_engine", "_number")
+
+    def __init__(self, engine: NativeEngine, number: int) -> None:
+        self._engine = engine
+        self._number = number
+
+    def done(self) -> bool:
+        """See ``ReadTicket.done``."""
+        return self._engine._core.ended(self._number)
+
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """See ``ReadTicket.wait``."""
+        told = self._engine._core.wait(self._number, timeout_s)
+        if told is None:
+            return False
+        _, end, error, file, offset, length = told
+        if end == "dropped":
+            raise ValueError(f"{self._engine.paths[0]}: the read engine was closed")
+        if end != "ok":
+            raise self._engine.error(file, offset, length, error)
+        return True
+
+
+class _Nothing(ReadTicket):
+    """Of a batch that reads nothing."""
+
+    def done(self) -> bool:
+        """See ``ReadTicket.done``."""
+        return True
+
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """See ``ReadTicket.wait``."""
+        return True
 
 
 class UringEngine(NativeEngine):

@@ -45,6 +45,11 @@ class ComputeLane:
         self._thread.start()
         atexit.register(self.close)
 
+    @property
+    def closed(self) -> bool:
+        """Whether the lane ends when what was submitted has ended."""
+        return self._closed
+
     async def run(
         self,
         fn: Callable[..., T],

@@ -1,22 +1,26 @@
-"""Reads of scattered rows in flight: who started them, who waits for them, and how they ended.
+"""Reads of scattered rows in flight: who waits for them, and how they ended. All of it on the compute lane.
 
-The lane plans reads and the event loop submits them, while the lane goes on computing. What has ended
-is told to the lane, which alone changes the window's tables, when it asks the next time::
+The lane plans reads, starts them and waits for them by itself, without the GIL: between two layers the event
+loop has nothing to do with them::
 
-    lane  : plan | dots of rows in RAM ........ | settle, plan | ...
-    loop  :        submit   wait for rows -> ended
+    lane  : plan, start demand(i), prefetch(i+1) | dots of rows in RAM | wait for demand(i) | ...
+    flash :              [demand i ..............................][prefetch i+1 ...]
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from flashd.disk.engine import ReadTicket
+from flashd.kernels.lane import ComputeLane
 from flashd.stats import StreamStats
 from flashd.store.base import WeightStore
 from flashd.types import I64Array, U8Array
+
+# So much later than it is closed, the lane gives up waiting for a device that hangs.
+_PATIENCE_S = 0.5
 
 
 @dataclass(eq=False)
@@ -28,7 +32,7 @@ class RowRead:
         ids: ``[m]``, neurons.
         rows: ``[m]``, rows of the pool.
         prefetch: a guess: gives way to reads that are needed now.
-        task: the read, from when it was submitted.
+        ticket: what to wait for; None once it has ended.
         error: why it failed, once it has.
     """
 
@@ -36,8 +40,8 @@ class RowRead:
     ids: I64Array
     rows: I64Array
     prefetch: bool
-    task: asyncio.Task[None] | None = field(default=None, repr=False)
-    error: BaseException | None = None
+    ticket: ReadTicket | None = None
+    error: Exception | None = None
 
 
 class RowReads:
@@ -46,59 +50,76 @@ class RowReads:
     Args:
         store: where rows are; stays the caller's to close.
         matrix: ``[n_rows, stride_bytes]``, where they go.
+        lane: where everything but ``drain`` is called.
         stats: counts the time that computing waits.
+
+    Attributes:
+        open: reads whose end has not been told.
     """
 
-    def __init__(self, store: WeightStore, matrix: U8Array, stats: StreamStats) -> None:
+    def __init__(self, store: WeightStore, matrix: U8Array, lane: ComputeLane, stats: StreamStats) -> None:
+        self.open: list[RowRead] = []
         self._store = store
         self._matrix = matrix
+        self._lane = lane
         self._stats = stats
-        self._in_flight: set[asyncio.Task[None]] = set()
-        self._ended: deque[RowRead] = deque()
 
-    def submit_from_lane(self, read: RowRead, loop: asyncio.AbstractEventLoop) -> None:
-        """Have the loop submit a read soon; those of one lane call in the order given. Whoever gets the
-        result of that call on the loop finds them submitted."""
-        loop.call_soon_threadsafe(self._submit, read)
-
-    def ended(self) -> list[RowRead]:
-        """Reads that have ended since the last time, failed or not; each is told once."""
-        some = []
-        while self._ended:
-            some.append(self._ended.popleft())
-        return some
-
-    async def wait(self, read: RowRead) -> None:
-        """Wait until a read has ended, well or not; counts as waiting for flash. Cancelling the wait
-        leaves the read alone, because it cannot be taken back."""
-        assert read.task is not None, "waited for before it was submitted"
-        if read.task.done():
-            return
-        since_ns = time.perf_counter_ns()
+    def start(self, read: RowRead, loop: asyncio.AbstractEventLoop) -> RowRead:
+        """Start a read. Where the store refuses it, it has ended with that error."""
+        self.open.append(read)
         try:
-            await asyncio.shield(read.task)
-        finally:
-            self._stats.wait_ns += time.perf_counter_ns() - since_ns
+            read.ticket = self._store.start_rows(
+                read.layer, read.ids, self._matrix, read.rows, loop, prefetch=read.prefetch
+            )
+        except Exception as exc:
+            read.error = exc
+        return read
+
+    def wait(self, read: RowRead) -> None:
+        """Wait until a read has ended, well or not; counts as waiting for flash.
+
+        Raises:
+            RuntimeError: the lane was closed meanwhile.
+        """
+        ticket = read.ticket
+        if ticket is None:
+            return
+        since_ns, over = time.perf_counter_ns(), False
+        while True:
+            try:
+                over = ticket.wait(_PATIENCE_S)
+            except Exception as exc:
+                read.error, over = exc, True
+            if over or self._lane.closed:
+                break
+        spent_ns = time.perf_counter_ns() - since_ns
+        self._stats.wait_ns += spent_ns
+        self._lane.stats.compute_ns -= spent_ns
+        if not over:
+            raise RuntimeError("the compute lane was closed while it waited for a read")
+        read.ticket = None
+
+    def ended(self, layer: int | None = None) -> list[RowRead]:
+        """Reads that have ended since the last time, failed or not; each is told once.
+
+        Args:
+            layer: it will wait for what is on its way to it anyway, and its rows can as well be checked
+                then, while others are read.
+        """
+        over = []
+        for read in self.open:
+            if read.ticket is not None and read.layer != layer and read.ticket.done():
+                self.wait(read)
+            if read.ticket is None:
+                over.append(read)
+        if over:
+            self.open = [read for read in self.open if read.ticket is not None]
+        return over
 
     async def drain(self) -> None:
         """Wait for everything in flight."""
-        if self._in_flight:
-            await asyncio.wait(set(self._in_flight))
+        await self._lane.run(self._wait_for_all)
 
-    def _submit(self, read: RowRead) -> None:
-        read.task = asyncio.get_running_loop().create_task(self._read(read))
-        self._in_flight.add(read.task)
-
-    async def _read(self, read: RowRead) -> None:
-        """Never raises what the store raises: a read that nobody waits for has nobody to tell."""
-        try:
-            await self._store.read_rows(read.layer, read.ids, self._matrix, read.rows, prefetch=read.prefetch)
-        except BaseException as exc:
-            read.error = exc
-            if not isinstance(exc, Exception):
-                raise
-        finally:
-            task = read.task
-            assert task is not None
-            self._in_flight.discard(task)
-            self._ended.append(read)
+    def _wait_for_all(self) -> None:
+        for read in self.open:
+            self.wait(read)

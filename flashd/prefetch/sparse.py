@@ -1,9 +1,9 @@
 """The FFN over predicted neurons (LLM in a flash, sections 3.1 to 3.3), for decoding.
 
-A layer is one call on the compute lane, and reads go on beside it::
+A layer is one call on the compute lane, which starts reads and waits for them by itself::
 
-    lane  : end of i-1 | attn i | predict i | plan i | guess i+1, plan | dots of i in RAM |  end of i | ...
-    flash :                                          [demand i][prefetch i+1 ...]  | wait |
+    lane  : end of i-1 | attn i | predict i | plan i | guess i+1 | dots of i in RAM | wait | end of i | ...
+    flash :                                          [demand i ..............][prefetch i+1 ...]
 
 Only requested neurons are computed, and the down projection sums them in ascending order: neither what is
 in RAM, nor how it came there, nor who else is served shows in the result.
@@ -58,9 +58,10 @@ class _Work:
         hidden: ``[B, m]``.
         acc: ``[B, d_model]``, the sum so far.
         start, stop: places of this round.
-        later: places of this round whose rows are on their way.
+        coming: places of this round whose rows a guess is bringing.
+        missing: places of this round that ``demand`` is bringing.
         demand: this round's read of what was missing.
-        waits: reads to wait for.
+        waits: other reads to wait for.
     """
 
     number: int
@@ -74,7 +75,8 @@ class _Work:
     loop: asyncio.AbstractEventLoop
     start: int = 0
     stop: int = 0
-    later: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    coming: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
+    missing: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
     demand: RowRead | None = None
     waits: list[RowRead] = field(default_factory=list)
 
@@ -120,7 +122,7 @@ class SparseFFN:
         self.stats = SparseStats()
         self.waits = waits or StreamStats()
         self.window = window
-        self.reads = RowReads(store, window.pool.matrix, self.waits)
+        self.reads = RowReads(store, window.pool.matrix, lane, self.waits)
         masked = [layer for layer in range(geometry.n_layers) if predictor.masked(layer)]
         self.benefit = PrefetchBenefit(prefetch, [i for i in masked if i > 0], geometry.n_layers)
         self._geometry = geometry
@@ -132,7 +134,6 @@ class SparseFFN:
         self._first, self._last = (masked[0], masked[-1]) if masked else (-1, -1)
         self._masked = frozenset(masked)
         self._prefetch_rows = prefetch_bytes // geometry.stride_bytes
-        self._in_flight: list[RowRead] = []
         self._guessed = [0] * geometry.n_layers  # rows read ahead for a layer since it was last asked for
         self._step = 0
         self._step_began_ns = 0
@@ -148,28 +149,24 @@ class SparseFFN:
             BundleCorruptError, DiskReadError: a row could not be read.
         """
         work = await self._lane.run(self._begin, layer, x, asyncio.get_running_loop())
-        if not isinstance(work, _Work):
-            return await self._prompt.apply(layer, lambda: work)
-        while True:
-            await self._arrived(work)
-            if work.stop == len(work.ids):
-                return partial(self._finish, work)
-            await self._lane.run(self._next_round, work)
+        if isinstance(work, _Work):
+            return partial(self._finish, work)
+        return await self._prompt.apply(layer, lambda: work)
 
     async def close(self) -> None:
         """Wait for reads in flight."""
         await self.reads.drain()
 
-    # What follows runs on the lane, but for _arrived.
+    # What follows runs on the lane.
 
     def _begin(
         self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
     ) -> _Work | F32Array:
-        """Everything of a layer that needs no read: also computes what is in RAM."""
+        """A layer up to the dot products of what comes last, or a prompt's input."""
         began_ns = time.perf_counter_ns()
         made = x()
+        self._settle(layer)
         if len(made) > MAX_BATCH:
-            self._settle()
             return made
         made = np.ascontiguousarray(made, np.float32)
         ids, mask = self._predictor.predict(layer, made)
@@ -178,8 +175,11 @@ class SparseFFN:
             if layer == self._first:
                 self._step_began_ns = began_ns
             here = self._plan_round(work)
-        self.look_ahead(layer, made, loop)
+        self._guess(layer, made, loop)
         self._dots(work, here)
+        self._arrived(work)
+        while work.stop < len(work.ids):
+            self._next_round(work)
         return work
 
     def look_ahead(self, layer: int, x: F32Array, loop: asyncio.AbstractEventLoop) -> None:
@@ -188,8 +188,12 @@ class SparseFFN:
         Args:
             layer: layer index, masked or not.
             x: its FFN input, ``[tokens, d_model]``.
-            loop: where reads are submitted.
+            loop: the store's.
         """
+        self._settle()
+        self._guess(layer, x, loop)
+
+    def _guess(self, layer: int, x: F32Array, loop: asyncio.AbstractEventLoop) -> None:
         following = layer + 1
         if following not in self._masked or not self.benefit.wants(following):
             return
@@ -198,11 +202,10 @@ class SparseFFN:
             self.benefit.cannot(following)
             return
         with self._lane.memory_work():
-            self._settle()
             window, pool = self.window, self.window.pool
             # Only rows that are free now: a guess evicts nothing, and leaves half of what is free to reads
             # that are needed.
-            in_flight = sum(len(read.ids) for read in self._in_flight if read.prefetch)
+            in_flight = sum(len(read.ids) for read in self.reads.open if read.prefetch)
             room = min(self._prefetch_rows - in_flight, pool.n_free // 2)
             ids = worth_reading(guess, window.row_of[following][guess], room)
             if len(ids):
@@ -214,7 +217,6 @@ class SparseFFN:
         self, layer: int, x: F32Array, ids: I64Array, mask: BoolArray, loop: asyncio.AbstractEventLoop
     ) -> _Work:
         """Count a layer's neurons as requested, and make room for them."""
-        self._settle()
         window, stats, batch = self.window, self.stats, len(x)
         if self._current is not None:
             window.trim(self._current)
@@ -257,19 +259,14 @@ class SparseFFN:
         # row waits for whatever will free one.
         stuck = work.stop == work.start < count
         work.waits = [
-            read for read in self._in_flight if stuck or (len(parts.coming) and read.layer == layer)
+            read for read in self.reads.open if stuck or (len(parts.coming) and read.layer == layer)
         ]
         work.demand = None
-        work.later = parts.coming
+        work.coming, work.missing = parts.coming, parts.missing
         if len(parts.missing):
             work.demand = self._read(layer, work.ids[parts.missing], work.loop)
             work.rows[parts.missing] = work.demand.rows
-            work.waits.append(work.demand)
             self.stats.demand += len(parts.missing)
-            if len(parts.coming):
-                work.later = np.sort(np.concatenate([parts.coming, parts.missing]))
-            else:
-                work.later = parts.missing
         return parts.here
 
     def _where(self, work: _Work) -> Split:
@@ -291,23 +288,25 @@ class SparseFFN:
     def _read(
         self, layer: int, ids: I64Array, loop: asyncio.AbstractEventLoop, *, prefetch: bool = False
     ) -> RowRead:
-        read = RowRead(layer, ids, self.window.insert(layer, ids, guessed=prefetch), prefetch)
-        self._in_flight.append(read)
-        self.reads.submit_from_lane(read, loop)
-        return read
+        rows = self.window.insert(layer, ids, guessed=prefetch)
+        return self.reads.start(RowRead(layer, ids, rows, prefetch), loop)
 
-    def _settle(self) -> None:
-        """Take note of the reads that have ended."""
-        for read in self.reads.ended():
-            self._in_flight.remove(read)
-            if read.error is None:
-                self.window.settle(read.layer, read.rows)
-            else:
-                self.window.drop(read.layer, read.ids, read.rows)
-                self.stats.failed_reads += 1
+    def _settle(self, layer: int | None = None) -> None:
+        """Take note of the reads that have ended; of guesses at ``layer`` only where they were waited for."""
+        over = self.reads.ended(layer)
+        if not over:
+            return
+        with self._lane.memory_work():
+            for read in over:
+                if read.error is None:
+                    self.window.settle(read.layer, read.rows)
+                else:
+                    self.window.drop(read.layer, read.ids, read.rows)
+                    self.stats.failed_reads += 1
 
-    async def _arrived(self, work: _Work) -> None:
-        """Wait on the loop for the rows of this round.
+    def _arrived(self, work: _Work) -> None:
+        """Wait for the rows of this round; those of a guess, which was started earlier, are computed while
+        what is missing is still on its way.
 
         A guess that failed harms nobody: what it should have brought is read again.
 
@@ -316,32 +315,34 @@ class SparseFFN:
         """
         while True:
             for read in work.waits:
-                await self.reads.wait(read)
-            if work.demand is not None and work.demand.error is not None:
-                raise work.demand.error
-            stuck = work.stop == work.start < len(work.ids)
-            if not stuck and all(read.error is None for read in work.waits):
+                self.reads.wait(read)
+            again = work.stop == work.start < len(work.ids) or any(read.error for read in work.waits)
+            if not again:
+                self._dots(work, work.coming)
+            if work.demand is not None:
+                self.reads.wait(work.demand)
+                if work.demand.error is not None:
+                    raise work.demand.error
+            if not again:
                 return
             if not work.waits:
                 raise RuntimeError(f"layer {work.layer}: no row can be freed in a pool that is too small")
-            await self._lane.run(self._plan_again, work)
-
-    def _plan_again(self, work: _Work) -> None:
-        """After a failed guess, or when there was no row to go on with."""
-        with self._lane.memory_work():
+            # A guess has failed, or there was no row to go on with.
             self._settle()
-            here = self._plan_round(work)
-        self._dots(work, here)
+            with self._lane.memory_work():
+                here = self._plan_round(work)
+            self._dots(work, here)
 
     def _next_round(self, work: _Work) -> None:
         """End this round and begin the next one, for which its rows may go."""
         self._add_down(work)
         work.start = work.stop
+        self._settle()
         with self._lane.memory_work():
-            self._settle()
             self.window.trim(work.layer)
             here = self._plan_round(work)
         self._dots(work, here)
+        self._arrived(work)
 
     def _finish(self, work: _Work) -> F32Array:
         """The FFN's output, once everything has arrived."""
@@ -376,7 +377,7 @@ class SparseFFN:
 
     def _add_down(self, work: _Work) -> None:
         """Activations of what came last, and the round's part of the output."""
-        self._dots(work, work.later)
+        self._dots(work, work.missing)
         if work.stop == work.start:
             return
         geometry = self._geometry

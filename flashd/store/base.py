@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 
 import numpy as np
 
+from flashd.disk.engine import ReadTicket
 from flashd.stats import CheckStats, ReadStats
+from flashd.store.tickets import LoopTicket
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 
@@ -60,6 +63,39 @@ class WeightStore(ABC):
         Raises:
             As ``read_range``, and ValueError for ``rows`` outside ``out`` or not ``[m]`` int64.
         """
+
+    def start_rows(
+        self,
+        layer: int,
+        ids: I64Array,
+        out: U8Array,
+        rows: I64Array | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prefetch: bool = False,
+    ) -> ReadTicket:
+        """Begin what ``read_rows`` does, from a thread that waits for it by itself.
+
+        Args:
+            layer, ids, out, rows, prefetch: as for ``read_rows``. ``ids`` and ``rows`` must not change.
+            loop: the store's event loop, which runs in another thread: a store without tickets of its own
+                reads there.
+
+        Returns:
+            What to wait for, before the store is closed. It raises what ``read_rows`` raises, unless that
+            was raised here.
+        """
+        return LoopTicket(self.read_rows(layer, ids, out, rows, prefetch=prefetch), loop)
+
+    @property
+    def has_tickets(self) -> bool:
+        """Whether ``start_rows`` reads without the event loop."""
+        return False
+
+    @property
+    def busy_ns(self) -> int | None:
+        """Time so far with at least one read on its way; None where nobody measures it."""
+        return None
 
     @property
     def reason(self) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
-from flashd.disk.engine import MAX_DESTINATIONS, ReadBatch, ReadEngine, RowBatch
-from flashd.errors import BundleCorruptError, DiskReadError
+from flashd.disk.engine import MAX_DESTINATIONS, ReadBatch, ReadEngine, ReadTicket, RowBatch
+from flashd.errors import BundleCorruptError, DiskReadError, FlashdError
 from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
+from flashd.store.tickets import NamedTicket
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 # Longest read of scattered rows. Longer ones are hardly faster, and a read that takes much longer than
@@ -84,24 +87,62 @@ class BundleFileStore(WeightStore):
         self.check_rows(layer, ids, out, rows)
         if not len(ids):
             return
-        batch = RowBatch(
+        batch = self._batch(layer, ids, out, rows)
+        try:
+            await self.engine.read_rows(batch, prefetch=prefetch)
+        except (BundleCorruptError, DiskReadError) as exc:
+            raise _of_layer(exc, layer) from exc
+
+    def start_rows(
+        self,
+        layer: int,
+        ids: I64Array,
+        out: U8Array,
+        rows: I64Array | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prefetch: bool = False,
+    ) -> ReadTicket:
+        """See ``WeightStore.start_rows``."""
+        if not len(ids) or not self.engine.has_tickets:
+            return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+        self.check_request(layer, 0, 0, len(ids) if rows is None else len(out), out)
+        if ids.dtype != np.int64 or (rows is not None and rows.dtype != np.int64):
+            self.check_rows(layer, ids, out, rows)
+        try:
+            ticket = self.engine.start_rows(self._batch(layer, ids, out, rows), prefetch=prefetch)
+        except ValueError:
+            # The engine has looked at all of them, which takes as long here again: only for the message.
+            self.check_rows(layer, ids, out, rows)
+            raise
+        return NamedTicket(ticket, partial(_of_layer, layer=layer))
+
+    @property
+    def has_tickets(self) -> bool:
+        """See ``WeightStore.has_tickets``."""
+        return self.engine.has_tickets
+
+    @property
+    def busy_ns(self) -> int | None:
+        """See ``WeightStore.busy_ns``."""
+        return self.engine.busy_ns
+
+    def _batch(self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None) -> RowBatch:
+        return RowBatch(
             self._layer_offset_bytes[layer],
             ids,
             np.arange(len(ids)) if rows is None else rows,
             out,
             self.max_gap_neurons,
             self._max_run_neurons,
+            self.geometry.n_neurons,
         )
-        try:
-            await self.engine.read_rows(batch, prefetch=prefetch)
-        except (BundleCorruptError, DiskReadError) as exc:
-            raise _of_layer(exc, layer) from exc
 
     async def close(self) -> None:
         """See ``WeightStore.close``."""
         await self.engine.close()
 
 
-def _of_layer(error: BundleCorruptError | DiskReadError, layer: int) -> Exception:
-    """The same error, which names the layer beside file and offset."""
-    return type(error)(f"{error} (layer {layer})")
+def _of_layer(error: Exception, layer: int) -> Exception:
+    """The same error; one of a read names the layer beside file and offset."""
+    return type(error)(f"{error} (layer {layer})") if isinstance(error, FlashdError) else error

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashd import kernels
+from flashd.disk.engine import FOREVER_S, ReadTicket
 from flashd.errors import BundleCorruptError
 from flashd.layout.manifest import BUNDLE, ZARR
 from flashd.stats import CheckStats
@@ -92,6 +94,9 @@ class CheckedStore(WrappedStore):
         self._budget = budget or CheckBudget()
         self._trusted = np.zeros(sums.shape, np.bool_)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flashd-check")
+        self._lock = (
+            threading.Lock()
+        )  # of counters: rows are checked on the loop, and by who waits for a ticket
         self._n_reads = 0  # that have begun and not ended
         self._idle = asyncio.Event()
         self._idle.set()
@@ -136,6 +141,38 @@ class CheckedStore(WrappedStore):
             await read()
             await self._check(_Rows(layer, ids, len(ids), out, rows), read)
 
+    def start_rows(
+        self,
+        layer: int,
+        ids: I64Array,
+        out: U8Array,
+        rows: I64Array | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prefetch: bool = False,
+    ) -> ReadTicket:
+        """See ``WeightStore.start_rows``. Where the store below has tickets, whoever waits for one checks the
+        rows, at the end."""
+        if not self.inner.has_tickets:
+            return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+        if self._closed:
+            raise ValueError(f"{self._file}: the store is closed")
+
+        def start() -> ReadTicket:
+            return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+
+        return _Ticket(self, _Rows(layer, ids, len(ids), out, rows), start)
+
+    @property
+    def has_tickets(self) -> bool:
+        """See ``WeightStore.has_tickets``."""
+        return self.inner.has_tickets
+
+    @property
+    def busy_ns(self) -> int | None:
+        """See ``WeightStore.busy_ns``."""
+        return self.inner.busy_ns
+
     async def close(self) -> None:
         """See ``WeightStore.close``; waits for checks, too."""
         self._closed = True
@@ -159,15 +196,40 @@ class CheckedStore(WrappedStore):
 
     async def _check(self, rows: _Rows, read_again: Callable[[], Awaitable[None]]) -> None:
         """Check what was read; once something was wrong, everything that is read in its place."""
-        self.stats.rows += rows.n
         plan = self._plan(rows)
         bad = await self._wrong(rows, plan)
         if not bad.size:
             return
-        self.stats.rereads += 1
-        self.stats.rows += rows.n
+        again = self.again(rows)
         await read_again()
-        still_bad = await self._wrong(rows, _Plan(None, rows.n))
+        self.judge(rows, bad, await self._wrong(rows, again))
+
+    def wrong(self, rows: _Rows, plan: _Plan | None = None) -> I64Array:
+        """Check what was read, in this thread.
+
+        Args:
+            rows: that were read.
+            plan: which of them; None: what is due.
+
+        Returns:
+            Neurons whose bytes differ from their checksum.
+        """
+        plan = plan or self._plan(rows)
+        n_checked = rows.n if plan.places is None else len(plan.places)
+        if not n_checked:
+            return _NONE
+        got = np.empty(n_checked, np.uint32)
+        return self._judged(rows, plan, got, _sum(rows, got, plan.places))
+
+    def again(self, rows: _Rows) -> _Plan:
+        """Something was wrong, and the rows are about to be read again: all of them are checked then."""
+        with self._lock:
+            self.stats.rereads += 1
+            self.stats.rows += rows.n
+        return _Plan(None, rows.n)
+
+    def judge(self, rows: _Rows, bad: I64Array, still_bad: I64Array) -> None:
+        """Neurons that were wrong at first, and those that are wrong again: is that an error?"""
         if still_bad.size:
             raise BundleCorruptError(
                 f"{self._file}: layer {rows.layer}, neuron {still_bad[0]}: checksum mismatch "
@@ -182,11 +244,14 @@ class CheckedStore(WrappedStore):
 
     def _plan(self, rows: _Rows) -> _Plan:
         """First reads and suspects, and of the others as many as there is time for."""
+        with self._lock:
+            self.stats.rows += rows.n
         trusted: BoolArray = self._trusted[rows.layer][rows.where]
         n_must = rows.n - int(np.count_nonzero(trusted))
         if self._every_read or n_must == rows.n:
             return _Plan(None, rows.n)
-        sample = self._budget.sample(rows.n, self.geometry.stride_bytes)
+        with self._lock:
+            sample = self._budget.sample(rows.n, self.geometry.stride_bytes)
         places: I64Array = np.arange(sample.start, sample.start + sample.count)
         if sample.start + sample.count > rows.n:
             places %= rows.n
@@ -209,11 +274,18 @@ class CheckedStore(WrappedStore):
             loop = asyncio.get_running_loop()
             work = loop.run_in_executor(self._thread, _sum, rows, got, plan.places)
             spent_ns = await _to_its_end(work)
-        self._budget.settle(spent_ns, n_checked * row_bytes, plan.n_must * row_bytes, plan.reserved_ns)
+        return self._judged(rows, plan, got, spent_ns)
+
+    def _judged(self, rows: _Rows, plan: _Plan, got: U32Array, spent_ns: int) -> I64Array:
+        """Neurons whose sum ``got`` is wrong; counts what was checked."""
         bad = self._compare(rows, got, plan.places)
-        self.stats.checked_rows += n_checked
-        self.stats.mismatched_rows += bad.size
-        self.stats.check_ns += spent_ns
+        row_bytes = self.geometry.stride_bytes
+        with self._lock:
+            nbytes, must = len(got) * row_bytes, plan.n_must * row_bytes
+            self._budget.settle(spent_ns, nbytes, must, plan.reserved_ns)
+            self.stats.checked_rows += len(got)
+            self.stats.mismatched_rows += bad.size
+            self.stats.check_ns += spent_ns
         return bad
 
     def _compare(self, rows: _Rows, got: U32Array, places: I64Array | None) -> I64Array:
@@ -226,6 +298,35 @@ class CheckedStore(WrappedStore):
         wrong: I64Array = np.arange(len(expected))[neurons][~right]
         trusted[wrong] = False
         return wrong
+
+
+class _Ticket(ReadTicket):
+    """Rows that whoever waits for them checks."""
+
+    def __init__(self, store: CheckedStore, rows: _Rows, start: Callable[[], ReadTicket]) -> None:
+        self._store = store
+        self._rows = rows
+        self._start = start
+        self._inner = start()
+        self._bad = _NONE  # of the first read; while there are any, `_inner` is the second
+        self._again: _Plan | None = None
+
+    def done(self) -> bool:
+        """See ``ReadTicket.done``."""
+        return self._inner.done()
+
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """See ``ReadTicket.wait``. Reading again may take as long once more."""
+        if not self._inner.wait(timeout_s):
+            return False
+        bad = self._store.wrong(self._rows, self._again)
+        if self._again is not None:
+            self._store.judge(self._rows, self._bad, bad)
+        elif bad.size:
+            self._bad, self._again = bad, self._store.again(self._rows)
+            self._inner = self._start()
+            return self.wait(timeout_s)
+        return True
 
 
 def _sum(rows: _Rows, got: U32Array, places: I64Array | None) -> int:

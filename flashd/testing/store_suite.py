@@ -118,6 +118,53 @@ class WeightStoreTests:
                 np.testing.assert_array_equal(out[rows], made.rows[1][ids])
                 assert (np.delete(out, rows, axis=0) == _GUARD).all()
 
+    async def test_scattered_rows_by_ticket(self, made: MadeStore) -> None:
+        """As awaited ones, several at once, for a thread that waits while the event loop runs."""
+        store, n, loop = made.store, made.store.geometry.n_neurons, asyncio.get_running_loop()
+        rng = np.random.default_rng(4)
+
+        def read() -> None:
+            jobs = []
+            for count in (0, 1, 2, 7, n, 2 * n):
+                ids, out = rng.integers(0, n, count), destination(store, 3 * n)
+                rows = rng.permutation(3 * n)[:count]
+                ticket = store.start_rows(2, ids, out, rows, loop, prefetch=count % 2 == 1)
+                jobs.append((ticket, ids, out, rows))
+            ids, out = np.arange(n), destination(store, n)
+            jobs.append((store.start_rows(2, ids, out, None, loop), ids, out, ids))
+            for ticket, ids, out, rows in jobs:
+                while not ticket.wait(0.01):
+                    assert not ticket.done()
+                np.testing.assert_array_equal(out[rows], made.rows[2][ids])
+                assert (np.delete(out, rows, axis=0) == _GUARD).all()
+
+        await asyncio.to_thread(read)
+
+    async def test_errors_by_ticket(self, made: MadeStore) -> None:
+        """Raised when the read begins or when it ends; a file that is cut off is one."""
+        store, n, loop = made.store, made.store.geometry.n_neurons, asyncio.get_running_loop()
+        out = destination(store, n)
+
+        def read(ids: Any, rows: Any, layer: int = 1) -> None:
+            assert store.start_rows(layer, ids, out, rows, loop).wait()
+
+        for layer, ids in ((-1, [0]), (3, [0]), (0, [-1]), (0, [n])):
+            with pytest.raises(IndexError, match=r"layer|neurons"):
+                await asyncio.to_thread(read, np.array(ids), np.array([0]), layer)
+        for rows in ([0, n], [-1, 0], [1, 2, 3]):
+            with pytest.raises(ValueError, match="rows"):
+                await asyncio.to_thread(read, np.arange(2), np.array(rows))
+        assert (out == _GUARD).all()
+        for path in made.data_files:
+            os.truncate(path, path.stat().st_size // 2 + 1)
+        if made.data_files:
+            with pytest.raises(BundleCorruptError, match="layer 2") as caught:
+                await asyncio.to_thread(read, np.arange(n), np.arange(n), 2)
+            assert os.path.commonpath(made.data_files) in str(caught.value)
+        if len(made.data_files) < 2:  # the first layer is in its first half
+            await asyncio.to_thread(read, np.arange(8), np.arange(8), 0)
+            np.testing.assert_array_equal(out[:8], made.rows[0, :8])
+
     async def test_rows_that_do_not_exist(self, made: MadeStore) -> None:
         """Rows outside the destination or not one for each id are refused before anything is read."""
         store, out = made.store, destination(made.store, 8)

@@ -195,7 +195,7 @@ core = {"uring": _native.Uring, "threads": _native.Threads}[sys.argv[2]](512, 1,
 core.set_file(0, os.open(sys.argv[1], os.O_RDONLY | os.O_DIRECT))
 dest = aligned_empty(8 << 20)
 pieces = plan_pieces(ReadBatch(np.array([0]), np.array([8 << 20]), dest, np.array([0])), 512)
-core.submit(*vars(pieces).values(), dest, False)
+core.submit(*vars(pieces).values(), dest, False, False)
 time.sleep(float(sys.argv[3]))
 child = os.fork()
 if not child:

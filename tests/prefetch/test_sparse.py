@@ -16,8 +16,9 @@ from sparse_setup import Options, Setup, inputs, settle_down, sparse_setup
 
 from flashd.errors import BundleCorruptError, DiskReadError
 from flashd.memory.eviction import POLICIES
+from flashd.store.base import WeightStore, WrappedStore
 from flashd.testing.bundles import MadeBundle, make_bundle, tiny_spec
-from flashd.types import F32Array
+from flashd.types import F32Array, I64Array, U8Array
 
 NEURONS = 203
 LAYERS = 3
@@ -154,7 +155,7 @@ async def test_guesses_in_flight_are_bounded(bundles: dict[str, MadeBundle]) -> 
         x = inputs(np.random.default_rng(5), 1, made.manifest.ffn.d_model)
         for layer in range(LAYERS):
             await setup.apply(layer, x)
-            in_flight = sum(len(read.ids) for read in setup.sparse._in_flight if read.prefetch)
+            in_flight = sum(len(read.ids) for read in setup.sparse.reads.open if read.prefetch)
             assert in_flight <= 20
         assert 0 < setup.sparse.stats.prefetched <= 20 * LAYERS
 
@@ -188,19 +189,27 @@ async def test_failed_reads_surface_and_the_next_step_works(
         assert setup.sparse.stats.failed_reads >= failed
 
 
-class _Fragile:
-    """Lets chosen reads of a store fail."""
+class _Fragile(WrappedStore):
+    """Lets chosen reads of a store fail; they are done on the event loop."""
 
-    def __init__(self, store: Any, fails: str) -> None:
-        self.inner = store.read_rows
+    def __init__(self, inner: WeightStore, fails: str) -> None:
+        super().__init__(inner)
         self.fails = fails
         self.failed = 0
 
-    async def __call__(self, layer: int, *args: Any, prefetch: bool = False) -> None:
-        await self.inner(layer, *args, prefetch=prefetch)
+    async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
+        await self.inner.read_range(layer, start, stop, out)
+
+    async def read_rows(
+        self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
+    ) -> None:
+        await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
         if prefetch == (self.fails == "guess"):
             self.failed += 1
             raise BundleCorruptError(f"layer {layer}: checksum mismatch")
+
+    async def close(self) -> None:
+        await self.inner.close()
 
 
 async def test_a_guess_that_fails_harms_nobody(
@@ -210,7 +219,7 @@ async def test_a_guess_that_fails_harms_nobody(
     made = bundles["relu"]
     async with sparse_setup(made, Options(n_rows=450, prefetch="on", guesses=1.0)) as setup:
         fragile = _Fragile(setup.store, "guess")
-        monkeypatch.setattr(setup.store, "read_rows", fragile)
+        monkeypatch.setattr(setup.sparse.reads, "_store", fragile)
         await steps(setup, made, [1] * 6, 11)
         assert fragile.failed >= 6
         assert setup.sparse.stats.failed_reads > 0
@@ -222,7 +231,7 @@ async def test_damage_is_an_error_of_the_step(
     made = bundles["relu"]
     async with sparse_setup(made, Options()) as setup:
         with monkeypatch.context() as patch:
-            patch.setattr(setup.store, "read_rows", _Fragile(setup.store, "demand"))
+            patch.setattr(setup.sparse.reads, "_store", _Fragile(setup.store, "demand"))
             x = inputs(np.random.default_rng(5), 1, made.manifest.ffn.d_model)
             with pytest.raises(BundleCorruptError, match="layer 0: checksum"):
                 await setup.apply(0, x)

@@ -98,6 +98,8 @@ uint64_t Core::submit(std::unique_ptr<Batch> batch) {
         std::lock_guard<std::mutex> lock(mutex_);
         raw->id = next_id_++;
         raw->submitted = std::chrono::steady_clock::now();
+        if (batches_.empty()) busy_since_ = raw->submitted;
+        tickets_ += raw->ticket;
         queue_[raw->prefetch].push_back(raw);
         batches_.emplace(raw->id, std::move(batch));
         id = raw->id;
@@ -340,8 +342,17 @@ void Core::drop_rest(Batch* batch) {
 void Core::end_if_done(Batch* batch) {
     if (batch->outstanding > 0 || batch->next < batch->count) return;
     const auto found = batches_.find(batch->id);
-    done_.push_back(std::move(found->second));
+    std::unique_ptr<Batch> own = std::move(found->second);
     batches_.erase(found);
+    if (batches_.empty()) busy_ += std::chrono::steady_clock::now() - busy_since_;
+    if (own->ticket) {
+        --tickets_;
+        const bool awaited = own->awaited;
+        done_tickets_.emplace(own->id, std::move(own));
+        if (awaited) ticket_done_.notify_all();
+        return;
+    }
+    done_.push_back(std::move(own));
     if (done_.size() == 1 && event_fd_ >= 0) {
         const uint64_t one = 1;
         while (::write(event_fd_, &one, sizeof one) < 0 && errno == EINTR) {

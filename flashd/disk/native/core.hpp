@@ -3,6 +3,8 @@
 //   submit -> [demand queue]   -> take -> executor (io_uring, threads, fake) -> complete -> done, eventfd
 //             [prefetch queue]             ^--- again: short, or EIO once <-------'
 //
+// A batch with a ticket is none of the event loop's business: its end goes to whoever waits for it.
+//
 // An executor takes reads while it has room, so its queue stays full across batches; a demand batch
 // goes before every prefetch that is not taken yet.
 #pragma once
@@ -35,6 +37,8 @@ enum class End { ok, failed, truncated, dropped };
 struct Batch {
     uint64_t id = 0;
     bool prefetch = false;
+    bool ticket = false;   // waited for with `wait`; else told by `completed`
+    bool awaited = false;  // somebody is in `wait` for it
     int64_t count = 0;  // pieces
     const int64_t* file = nullptr;
     const int64_t* offset = nullptr;
@@ -96,6 +100,14 @@ public:
     uint64_t submit(std::unique_ptr<Batch> batch);
     void cancel(uint64_t id);
     std::vector<Done> completed();
+    // How a batch with a ticket ended, once; false if it has not after so many ns. Releases the GIL.
+    bool wait(uint64_t id, int64_t timeout_ns, Done* done);
+    // Whether `wait` would not wait.
+    bool ended(uint64_t id);
+    // Batches with a ticket that have not ended.
+    int64_t tickets();
+    // Time so far with at least one batch that has not ended.
+    int64_t busy_ns();
     int event_fd() const { return event_fd_; }
     int64_t n_files() const { return static_cast<int64_t>(fds_.size()); }
     // The longest piece that goes through scratch.
@@ -141,6 +153,11 @@ private:
     std::deque<Op*> again_;
     std::unordered_map<uint64_t, std::unique_ptr<Batch>> batches_;
     std::vector<std::unique_ptr<Batch>> done_;
+    std::unordered_map<uint64_t, std::unique_ptr<Batch>> done_tickets_;
+    int64_t tickets_ = 0;
+    std::condition_variable ticket_done_;
+    std::chrono::steady_clock::time_point busy_since_;
+    std::chrono::nanoseconds busy_{0};
     std::vector<std::unique_ptr<Op>> ops_;
     std::vector<Op*> free_ops_;
     std::vector<uint8_t*> free_scratch_;

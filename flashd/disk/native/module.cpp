@@ -3,6 +3,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -20,6 +21,7 @@ using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
+constexpr double kMaxWaitSeconds = 1e9;
 constexpr int64_t kMaxPiece = int64_t{1} << 30;  // the kernel's own limit is just below 2 GiB
 
 int64_t size_of(const Ints& array) { return static_cast<int64_t>(array.shape(0)); }
@@ -47,10 +49,11 @@ void check(const Core& core, const Ints& file, const Ints& offset, const Ints& f
 }
 
 uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Ints at,
-                Flags in_place, Bytes dest, bool prefetch) {
+                Flags in_place, Bytes dest, bool prefetch, bool ticket) {
     check(core, file, offset, first, length, at, in_place, dest);
     auto batch = std::make_unique<Batch>();
     batch->prefetch = prefetch;
+    batch->ticket = ticket;
     batch->count = size_of(offset);
     batch->file = file.data();
     batch->offset = offset.data();
@@ -64,13 +67,14 @@ uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Int
 }
 
 uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, Ints ids, Ints rows, Bytes dest,
-                     int64_t max_gap, int64_t max_run, bool prefetch) {
+                     int64_t limit, int64_t max_gap, int64_t max_run, bool prefetch, bool ticket) {
     if (file < 0 || file >= core.n_files() || size_of(ids) != size_of(rows) || size_of(ids) < 1)
         throw std::invalid_argument("submit_rows: no such file, or not one row for each id");
     RowRequest want;
     want.ids = ids.data();
     want.rows = rows.data();
     want.count = size_of(ids);
+    want.limit = limit;
     want.file = file;
     want.offset = offset;
     want.stride = stride;
@@ -80,20 +84,30 @@ uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, I
     want.dest_rows = stride < 1 ? 0 : static_cast<int64_t>(dest.shape(0)) / stride;
     auto batch = plan_rows(want);
     batch->prefetch = prefetch;
+    batch->ticket = ticket;
     batch->owners = nb::make_tuple(dest);
     return core.submit(std::move(batch));
 }
 
+nb::tuple told(const Done& done) {
+    const char* end = done.end == End::failed      ? "failed"
+                      : done.end == End::truncated ? "truncated"
+                      : done.end == End::dropped   ? "dropped"
+                                                   : "ok";
+    return nb::make_tuple(done.id, end, done.error, done.file, done.offset, done.length);
+}
+
 nb::list completed(Core& core) {
     nb::list result;
-    for (const Done& done : core.completed()) {
-        const char* end = done.end == End::failed      ? "failed"
-                          : done.end == End::truncated ? "truncated"
-                          : done.end == End::dropped   ? "dropped"
-                                                       : "ok";
-        result.append(nb::make_tuple(done.id, end, done.error, done.file, done.offset, done.length));
-    }
+    for (const Done& done : core.completed()) result.append(told(done));
     return result;
+}
+
+nb::object wait(Core& core, uint64_t batch, double timeout_s) {
+    Done done{};
+    const auto timeout_ns = static_cast<int64_t>(std::clamp(timeout_s, 0.0, kMaxWaitSeconds) * 1e9);
+    if (!core.wait(batch, timeout_ns, &done)) return nb::none();
+    return told(done);
 }
 
 nb::dict stats(Core& core) {
@@ -129,11 +143,15 @@ NB_MODULE(_native, module) {
 
     nb::class_<Core>(module, "Core")
         .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
-             arg("at"), arg("in_place"), arg("dest"), arg("prefetch"))
+             arg("at"), arg("in_place"), arg("dest"), arg("prefetch"), arg("ticket"))
         .def("submit_rows", &submit_rows, arg("file"), arg("offset"), arg("stride"), arg("ids"), arg("rows"),
-             arg("dest"), arg("max_gap"), arg("max_run"), arg("prefetch"))
+             arg("dest"), arg("limit"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"))
         .def("cancel", &Core::cancel, arg("batch"))
         .def("completed", &completed)
+        .def("wait", &wait, arg("batch"), arg("timeout_s"))
+        .def("ended", &Core::ended, arg("batch"))
+        .def("tickets", &Core::tickets)
+        .def("busy_ns", &Core::busy_ns)
         .def("fileno", &Core::event_fd)
         .def("set_file", &Core::set_file, arg("index"), arg("fd"))
         .def("stats", &stats)

@@ -19,7 +19,7 @@ void check(const RowRequest& want) {
     if (want.stride < 1 || want.offset < 0 || want.max_gap < 0 || want.max_run < 1 || want.max_run > kMaxPlaces ||
         want.max_run > kMaxReadBytes / want.stride)
         throw std::invalid_argument("submit_rows: stride, offset or limits out of range");
-    const int64_t last = (kMaxOffset - want.offset) / want.stride - 1;
+    const int64_t last = std::min(want.limit - 1, (kMaxOffset - want.offset) / want.stride - 1);
     for (int64_t i = 0; i < want.count; ++i) {
         if (want.ids[i] < 0 || want.ids[i] > last) throw std::invalid_argument("submit_rows: an id is no row");
         if (want.rows[i] < 0 || want.rows[i] >= want.dest_rows)

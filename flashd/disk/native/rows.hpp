@@ -12,6 +12,7 @@ struct RowRequest {
     const int64_t* ids = nullptr;   // [count], any order, repeats allowed
     const int64_t* rows = nullptr;  // [count], where in dest each goes
     int64_t count = 0;
+    int64_t limit = 0;  // of ids
     int64_t file = 0;
     int64_t offset = 0;  // in the file, of row 0
     int64_t stride = 0;  // of rows, in the file and in dest

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from flashd import kernels
+from flashd.disk.engine import ReadTicket
 from flashd.kernels.lane import ComputeLane
 from flashd.store.base import WeightStore, WrappedStore
 from flashd.types import I64Array, U8Array
@@ -104,6 +105,32 @@ class RecordedStore(WrappedStore):
         # As a demand read: guesses that give way to nothing would only be slower.
         self._recorder.read(lambda: self.inner.read_rows(layer, ids, out, rows))
         await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
+
+    def start_rows(
+        self,
+        layer: int,
+        ids: I64Array,
+        out: U8Array,
+        rows: I64Array | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prefetch: bool = False,
+    ) -> ReadTicket:
+        """See ``WeightStore.start_rows``."""
+        if not self.inner.has_tickets:
+            return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+        self._recorder.read(lambda: self.inner.read_rows(layer, ids, out, rows))
+        return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+
+    @property
+    def has_tickets(self) -> bool:
+        """See ``WeightStore.has_tickets``."""
+        return self.inner.has_tickets
+
+    @property
+    def busy_ns(self) -> int | None:
+        """See ``WeightStore.busy_ns``."""
+        return self.inner.busy_ns
 
     async def close(self) -> None:
         """See ``WeightStore.close``."""

@@ -9,6 +9,7 @@ row and another one of its down row, far away::
 
 from __future__ import annotations
 
+import asyncio
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine
+from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine, ReadTicket
 from flashd.disk.read_once import ReadOnce
 from flashd.errors import BundleCorruptError, ConfigError, DiskReadError
 from flashd.layout.coalesce import GAP, plan_rows
@@ -174,22 +175,52 @@ class SplitStore(WeightStore):
         await self._read(layer, ids, out, np.arange(len(ids)) if rows is None else rows, prefetch=prefetch)
 
     async def _read(self, layer: int, ids: I64Array, out: U8Array, rows: I64Array, *, prefetch: bool) -> None:
+        batch = self._batch(layer, ids, out, rows)
+        try:
+            await self.engine.read(batch, prefetch=prefetch)
+        except (BundleCorruptError, DiskReadError) as exc:
+            raise type(exc)(f"{exc} (layer {layer})") from exc
+
+    def start_rows(
+        self,
+        layer: int,
+        ids: I64Array,
+        out: U8Array,
+        rows: I64Array | None,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        prefetch: bool = False,
+    ) -> ReadTicket:
+        """See ``WeightStore.start_rows``."""
+        if not self.has_tickets:
+            return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+        self.check_rows(layer, ids, out, rows)
+        batch = self._batch(layer, ids, out, np.arange(len(ids)) if rows is None else rows)
+        return self.engine.start(batch, prefetch=prefetch)
+
+    @property
+    def has_tickets(self) -> bool:
+        """See ``WeightStore.has_tickets``."""
+        return self.engine.has_tickets
+
+    @property
+    def busy_ns(self) -> int | None:
+        """See ``WeightStore.busy_ns``."""
+        return self.engine.busy_ns
+
+    def _batch(self, layer: int, ids: I64Array, out: U8Array, rows: I64Array) -> ReadBatch:
         """All parts in one batch. A row's parts are its neighbours in a finer matrix of the same memory, so
         that the parts of neighbours never are."""
         count, size = self._n_parts, self._part_bytes
         plan = plan_rows(ids, rows * count, max_gap_neurons=self._max_gap, max_run_neurons=self._max_run)
         part = np.arange(count)[:, None]
-        batch = ReadBatch(
+        return ReadBatch(
             (self._offsets[layer][:, None] + plan.neuron * size).reshape(-1),
             np.tile(plan.count * size, count),
             out.reshape(-1),
             np.where(plan.row == GAP, SKIP, (plan.row + part) * size).reshape(-1),
             (plan.first + part * len(plan.count)).reshape(-1),
         )
-        try:
-            await self.engine.read(batch, prefetch=prefetch)
-        except (BundleCorruptError, DiskReadError) as exc:
-            raise type(exc)(f"{exc} (layer {layer})") from exc
 
     async def close(self) -> None:
         """See ``WeightStore.close``."""

@@ -15,6 +15,8 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import uvloop
+
 from flashd.errors import FlashdError
 from flashd.tools.bench.token.limit import join_group
 from flashd.tools.bench.token.options import Sample, Task
@@ -49,7 +51,8 @@ def main() -> None:
     try:
         if task.group:
             join_group(Path(task.group))
-        sample = asyncio.run(run_task(task))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # as the daemon's
+            sample = runner.run(run_task(task))
     except (FlashdError, OSError, MemoryError) as exc:
         print(json.dumps({"error": str(exc) or type(exc).__name__}))
         sys.exit(1)

@@ -1,0 +1,64 @@
+"""Reads that a thread waits for by itself, while the event loop does them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import wait
+from typing import Any
+
+from flashd.disk.engine import FOREVER_S, ReadTicket
+
+
+class LoopTicket(ReadTicket):
+    """A coroutine that reads, on an event loop that runs in another thread.
+
+    Args:
+        read: what the loop shall do.
+        loop: open; where it stops before the read ends, waiting never ends.
+
+    Raises:
+        RuntimeError: the loop is closed.
+    """
+
+    def __init__(self, read: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._future = asyncio.run_coroutine_threadsafe(read, loop)
+        except RuntimeError:
+            read.close()
+            raise
+
+    def done(self) -> bool:
+        """See ``ReadTicket.done``."""
+        return self._future.done()
+
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """See ``ReadTicket.wait``."""
+        if not wait([self._future], timeout_s).done:
+            return False
+        self._future.result()
+        return True
+
+
+class NamedTicket(ReadTicket):
+    """Another one, whose errors are told in other words.
+
+    Args:
+        inner: the other one.
+        renamed: from an error to the one to raise.
+    """
+
+    def __init__(self, inner: ReadTicket, renamed: Callable[[Exception], Exception]) -> None:
+        self._inner = inner
+        self._renamed = renamed
+
+    def done(self) -> bool:
+        """See ``ReadTicket.done``."""
+        return self._inner.done()
+
+    def wait(self, timeout_s: float = FOREVER_S) -> bool:
+        """See ``ReadTicket.wait``."""
+        try:
+            return self._inner.wait(timeout_s)
+        except Exception as exc:
+            raise self._renamed(exc) from exc
