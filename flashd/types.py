@@ -1,11 +1,12 @@
-"""Words shared by all rooms: the model's shape, weight dtypes, and the two protocols that keep
+"""Words shared by all rooms: the model's shape, weight dtypes, and the protocols that keep
 the rooms acyclic (``FFNSource`` and ``KVCache``)."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,7 @@ F32Array = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 U8Array = npt.NDArray[np.uint8]
 U32Array = npt.NDArray[np.uint32]
+I32Array = npt.NDArray[np.int32]
 I64Array = npt.NDArray[np.int64]
 # float32, float16, or uint16 holding bfloat16 bits: NumPy has no bfloat16 of its own.
 WeightArray = npt.NDArray[Any]
@@ -126,6 +128,28 @@ class FFNSource(Protocol):
         Returns:
             To be called on the lane before the source is asked for the next layer, or dropped: gives
             ``[tokens, d_model]``, owned by the caller.
+        """
+        ...
+
+
+@runtime_checkable
+class LaneFFNSource(FFNSource, Protocol):
+    """An ``FFNSource`` that can do without the event loop, which then is entered once a step instead of
+    once a layer."""
+
+    def on_lane(self, layer: int, n_tokens: int) -> bool:
+        """Whether ``apply_on_lane`` can be used for so many tokens."""
+        ...
+
+    def apply_on_lane(
+        self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
+    ) -> Callable[[], F32Array]:
+        """``apply``, called on the lane, which waits for reads by itself.
+
+        Args:
+            layer: layer index.
+            x: as for ``apply``.
+            loop: the store's, running in another thread.
         """
         ...
 

@@ -1,12 +1,13 @@
 """A decoder-only transformer driven by a ``ModelSpec``: one code path for every family.
 
-Attention, norms and embeddings are resident; the FFN comes from an ``FFNSource``. Everything a
-layer computes between two reads is one stage on the compute lane, so the event loop is entered
-once per stage and never per neuron.
+Attention, norms and embeddings are resident; the FFN comes from an ``FFNSource``. Everything that is computed
+between two places where the event loop is needed is one call on the compute lane: a step over layers whose
+FFN waits for its reads on the lane, too, is one call as a whole.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +18,7 @@ from flashd import kernels
 from flashd.errors import BundleError
 from flashd.kernels.lane import ComputeLane
 from flashd.models.layers import Linear, Norm, as_f32, rotation
-from flashd.types import F32Array, FFNSource, I64Array, KVCache, ModelSpec, WeightArray
+from flashd.types import F32Array, FFNSource, I64Array, KVCache, LaneFFNSource, ModelSpec, WeightArray
 
 
 class ForwardCancelled(Exception):
@@ -37,8 +38,13 @@ class _Pass:
     """State of one forward pass; ``x`` is ``[all tokens, d_model]``."""
 
     spans: Sequence[Span]
-    x: F32Array
-    rope: tuple[F32Array, F32Array] | None
+    cancelled: Callable[[], bool]
+    every_position: bool
+    x: F32Array = field(default_factory=lambda: np.empty((0, 0), np.float32))
+    rope: tuple[F32Array, F32Array] | None = None
+    layer: int = 0  # the next one
+    dropped: bool = False  # nobody waits for the result any more
+    logits: F32Array | None = None  # at the end
     ffn: Callable[[], F32Array] | None = None  # gives the output of the layer before
     rows: list[slice] = field(default_factory=list)
 
@@ -72,6 +78,7 @@ class Decoder:
     ) -> None:
         self.spec = spec
         self._ffn = ffn
+        self._lane_ffn = ffn if isinstance(ffn, LaneFFNSource) else None
         self._lane = lane
         get = _Getter(weights)
         d, embed = spec.d_model, spec.d_embed
@@ -121,7 +128,7 @@ class Decoder:
         Args:
             spans: one per sequence. Several are for decoding (one token each); a prompt's chunk
                 comes alone, so that its result can't depend on who else is served.
-            cancelled: asked before every layer.
+            cancelled: asked before every layer, in whatever thread.
             every_position: give the logits after every token, not only after the last ones.
 
         Returns:
@@ -132,17 +139,44 @@ class Decoder:
             ForwardCancelled: ``cancelled()`` was true; KV caches are as before.
             DiskReadError, BundleCorruptError: the FFN could not be read; KV caches are as before.
         """
-        state = await self._lane.run(self._begin, spans)
-        for layer in range(self.spec.n_layers):
-            if cancelled():
-                raise ForwardCancelled
-            state.ffn = await self._ffn.apply(layer, partial(self._attention, layer, state))
-        logits = await self._lane.run(self._finish, state, every_position)
+        loop, state = asyncio.get_running_loop(), _Pass(spans, cancelled, every_position)
+        try:
+            while True:
+                await self._lane.run(self._advance, state, loop)
+                if state.logits is not None:
+                    break
+                while state.layer < self.spec.n_layers and not self._on_lane(state):
+                    if cancelled():
+                        raise ForwardCancelled
+                    attention = partial(self._attention, state.layer, state)
+                    state.ffn = await self._ffn.apply(state.layer, attention)
+                    state.layer += 1
+        except asyncio.CancelledError:
+            state.dropped = True  # the lane need not go on to the last layer
+            raise
         for span in spans:
             span.kv.commit(len(span.tokens))
-        return logits
+        return state.logits
 
-    def _begin(self, spans: Sequence[Span]) -> _Pass:
+    def _advance(self, state: _Pass, loop: asyncio.AbstractEventLoop) -> None:
+        """Go on as far as the event loop isn't needed: to a layer whose FFN needs it, or to the logits."""
+        if state.layer == 0:
+            self._begin(state)
+        while state.layer < self.spec.n_layers:
+            if self._lane_ffn is None or not self._on_lane(state) or state.dropped:
+                return
+            if state.cancelled():
+                raise ForwardCancelled
+            attention = partial(self._attention, state.layer, state)
+            state.ffn = self._lane_ffn.apply_on_lane(state.layer, attention, loop)
+            state.layer += 1
+        state.logits = self._finish(state)
+
+    def _on_lane(self, state: _Pass) -> bool:
+        return self._lane_ffn is not None and self._lane_ffn.on_lane(state.layer, len(state.x))
+
+    def _begin(self, state: _Pass) -> None:
+        spans = state.spans
         tokens = np.concatenate([span.tokens for span in spans])
         positions = np.concatenate(
             [np.arange(span.kv.length, span.kv.length + len(span.tokens)) for span in spans]
@@ -152,10 +186,9 @@ class Decoder:
             x = self._project_in(x)
         if self._position is not None:
             x = x + as_f32(self._position[positions])
-        rope = None if self._inv_freq is None else rotation(self._inv_freq, positions)
+        state.x, state.rope = x, None if self._inv_freq is None else rotation(self._inv_freq, positions)
         ends = np.cumsum([len(span.tokens) for span in spans])
-        rows = [slice(end - len(span.tokens), end) for end, span in zip(ends, spans, strict=True)]
-        return _Pass(spans, x, rope, rows=rows)
+        state.rows = [slice(end - len(span.tokens), end) for end, span in zip(ends, spans, strict=True)]
 
     def _attention(self, index: int, state: _Pass) -> F32Array:
         """Close the previous layer, attend, and return this layer's FFN input."""
@@ -194,9 +227,9 @@ class Decoder:
             state.x = layer.ffn_norm(state.x)
         state.ffn = None
 
-    def _finish(self, state: _Pass, every_position: bool) -> F32Array:
+    def _finish(self, state: _Pass) -> F32Array:
         self._close(self.spec.n_layers - 1, state)
-        x = state.x if every_position else state.x[[rows.stop - 1 for rows in state.rows]]
+        x = state.x if state.every_position else state.x[[rows.stop - 1 for rows in state.rows]]
         if self._final_norm is not None:
             x = self._final_norm(x)
         if self._project_out is not None:

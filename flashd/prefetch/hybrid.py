@@ -58,6 +58,21 @@ class HybridFFN:
             x = partial(self._watched, layer, x, asyncio.get_running_loop())
         return await part.apply(layer, x)
 
+    def on_lane(self, layer: int, n_tokens: int) -> bool:
+        """See ``LaneFFNSource.on_lane``: decoding, of what is not streamed."""
+        return n_tokens <= MAX_BATCH and not isinstance(self._parts[layer], StreamingFFN)
+
+    def apply_on_lane(
+        self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
+    ) -> Callable[[], F32Array]:
+        """See ``LaneFFNSource.apply_on_lane``."""
+        part = self._parts[layer]
+        if isinstance(part, StreamingFFN):
+            raise ValueError(f"layer {layer} is streamed, which needs the event loop")
+        if self.sparse is not None and part is not self.sparse:
+            x = partial(self._watched, layer, x, loop)
+        return part.apply_on_lane(layer, x, loop)
+
     def _watched(self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop) -> F32Array:
         """The input of a layer without a mask, which the next layer's neurons are guessed from."""
         made = x()

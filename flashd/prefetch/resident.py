@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -55,6 +56,13 @@ class ResidentFFN:
     ) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``; ``mask`` as for ``StreamingFFN.apply``."""
         out = await self._lane.run(self._apply, layer, x, mask)
+        return lambda: out
+
+    def apply_on_lane(
+        self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
+    ) -> Callable[[], F32Array]:
+        """See ``LaneFFNSource.apply_on_lane``."""
+        out = self._apply(layer, x, None)
         return lambda: out
 
     def _apply(
