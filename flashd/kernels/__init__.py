@@ -23,22 +23,29 @@ except ModuleNotFoundError:
 
     NATIVE = False
 
+append_kv = _verbs.append_kv
 attention = _verbs.attention
 available_simd = _verbs.available_simd
 crc32c = _verbs.crc32c
+drop_rows = _verbs.drop_rows
 ffn_dots = _verbs.ffn_dots
 ffn_down = _verbs.ffn_down
+find_rows = _verbs.find_rows
 from_f32 = _verbs.from_f32
 gemm = _verbs.gemm
 gemv = _verbs.gemv
 layernorm = _verbs.layernorm
+least_rows = _verbs.least_rows
 predict = _verbs.predict
 read_all = _verbs.read_all
+request_rows = _verbs.request_rows
+rest = _verbs.rest
 rmsnorm = _verbs.rmsnorm
 rope = _verbs.rope
 set_simd = _verbs.set_simd
 set_threads = _verbs.set_threads
 simd_level = _verbs.simd_level
+take_rows = _verbs.take_rows
 threads = _verbs.threads
 to_f32 = _verbs.to_f32
 topk_union = _verbs.topk_union

@@ -126,10 +126,15 @@ def index(verb: str, value: object, n: int) -> int:
     if value is None:
         return n
     numbers = array(verb, "index", value, ("int64",), ("m",))
-    if (wrong := np.flatnonzero((numbers < 0) | (numbers >= n))).size:
-        at = wrong[0]
-        raise ValueError(f"{verb}: index is {numbers[at]} at {at}, expected 0..{n - 1}")
+    below(verb, "index", numbers, n)
     return len(numbers)
+
+
+def below(verb: str, name: str, numbers: npt.NDArray[np.int64], limit: int) -> None:
+    """``ValueError`` unless each lies in 0..limit-1."""
+    if (wrong := np.flatnonzero((numbers < 0) | (numbers >= limit))).size:
+        at = wrong[0]
+        raise ValueError(f"{verb}: {name} is {numbers[at]} at {at}, expected 0..{limit - 1}")
 
 
 def ascending(verb: str, name: str, numbers: npt.NDArray[np.int64], limit: int) -> None:

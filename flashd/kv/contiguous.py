@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flashd import kernels
 from flashd.types import NUMPY_DTYPE, F32Array, ModelSpec
 
 _MAP_NORESERVE = 0x4000  # Linux; Python's mmap names it from 3.13 on
@@ -58,8 +59,7 @@ class ContiguousKV:
         """Write ``[tokens, n_kv_heads, d_head]`` behind the committed tokens of one layer."""
         end = self.length + k.shape[0]
         assert end <= self.capacity, f"{end} tokens in a KV cache of {self.capacity}"
-        self._data[layer, 0, :, self.length : end] = k.transpose(1, 0, 2)
-        self._data[layer, 1, :, self.length : end] = v.transpose(1, 0, 2)
+        kernels.append_kv(k, v, self._data[layer], self.length)
 
     def view(self, layer: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
         """Keys and values of one layer, each ``[n_kv_heads, capacity, d_head]``."""

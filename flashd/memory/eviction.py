@@ -6,9 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
-import numpy.typing as npt
 
-from flashd.types import BoolArray, F32Array, I64Array
+from flashd.types import BoolArray, F32Array, I32Array
 
 # Steps after which a request counts half. Of 4 to 128, 32 reads least on a small trained ReLU model: at equal
 # bytes 7 to 24 % less than `lru`, and still less than the paper's window.
@@ -17,7 +16,7 @@ _RESCALE_ABOVE = 1e15
 
 
 class EvictionPolicy(ABC):
-    """Ranks a layer's rows. Requests of all layers are reported, step by step.
+    """Ranks a layer's rows.
 
     Attributes:
         name: in the configuration.
@@ -25,17 +24,26 @@ class EvictionPolicy(ABC):
 
     name: str
 
-    def requested(self, layer: int, ids: I64Array, step: int) -> None:
-        """Neurons ``ids`` were requested at ``step``; steps never go back."""
-        return
+    def counts(self, layer: int) -> F32Array | None:
+        """What requests add up to, ``[n_neurons]``; None: nobody counts them."""
+        return None
 
-    def expired(self, last_step: npt.NDArray[np.int32], step: int) -> BoolArray | None:
+    def credit(self, step: int) -> float:
+        """What a request at ``step`` adds; steps never go back."""
+        return 0.0
+
+    def expired(self, last_step: I32Array, step: int) -> BoolArray | None:
         """Which rows go even where there is room, by the step of their last request; None: none."""
         return None
 
     @abstractmethod
-    def value(self, layer: int, ids: I64Array, last_step: npt.NDArray[np.int32]) -> npt.NDArray[np.generic]:
-        """What each of ``ids`` is worth, with the step of its last request: the least goes first."""
+    def values(self, layer: int, last_step: I32Array) -> F32Array | I32Array:
+        """What each neuron of a layer is worth, ``[n_neurons]``: the least goes first.
+
+        Args:
+            layer: layer index.
+            last_step: ``[n_neurons]``, the step of its last request.
+        """
 
 
 class LeastRecent(EvictionPolicy):
@@ -43,8 +51,8 @@ class LeastRecent(EvictionPolicy):
 
     name = "lru"
 
-    def value(self, layer: int, ids: I64Array, last_step: npt.NDArray[np.int32]) -> npt.NDArray[np.generic]:
-        """See ``EvictionPolicy.value``."""
+    def values(self, layer: int, last_step: I32Array) -> F32Array | I32Array:
+        """See ``EvictionPolicy.values``."""
         return last_step
 
 
@@ -62,7 +70,7 @@ class PaperWindow(LeastRecent):
             raise ValueError(f"a window of {k} steps, expected 1 or more")
         self.k = k
 
-    def expired(self, last_step: npt.NDArray[np.int32], step: int) -> BoolArray:
+    def expired(self, last_step: I32Array, step: int) -> BoolArray:
         """See ``EvictionPolicy.expired``."""
         return last_step <= step - self.k
 
@@ -96,21 +104,24 @@ class Frequency(EvictionPolicy):
         if prior is not None:
             self._count += prior * np.float32(steady)
 
-    def requested(self, layer: int, ids: I64Array, step: int) -> None:
-        """See ``EvictionPolicy.requested``."""
+    def counts(self, layer: int) -> F32Array:
+        """See ``EvictionPolicy.counts``."""
+        counts: F32Array = self._count[layer]
+        return counts
+
+    def credit(self, step: int) -> float:
+        """See ``EvictionPolicy.credit``."""
         if step != self._step:
             self._weight *= self._growth ** (step - self._step)
             self._step = step
             if self._weight > _RESCALE_ABOVE:
                 self._count /= np.float32(self._weight)
                 self._weight = 1.0
-        counts = self._count[layer]
-        counts[ids] += np.float32(self._weight)
+        return self._weight
 
-    def value(self, layer: int, ids: I64Array, last_step: npt.NDArray[np.int32]) -> npt.NDArray[np.generic]:
-        """See ``EvictionPolicy.value``."""
-        counts: F32Array = self._count[layer][ids]
-        return counts
+    def values(self, layer: int, last_step: I32Array) -> F32Array | I32Array:
+        """See ``EvictionPolicy.values``."""
+        return self.counts(layer)
 
 
 Maker = Callable[[int, int, int, F32Array | None], EvictionPolicy]

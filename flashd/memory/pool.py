@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from flashd.types import BoolArray, F32Array, I64Array, U8Array
+from flashd import kernels
+from flashd.types import F32Array, I32Array, I64Array, U8Array
 
 FREE = -1
 # Rows that are moved at a time when the pool shrinks, so that the copy needs little memory of its own.
@@ -23,7 +24,6 @@ class RowPool:
         matrix: ``[capacity, stride_bytes]`` uint8; only the first ``n_rows`` may be used.
         n_rows: usable rows.
         owner: ``[capacity]`` int64, the neuron of each row, or ``FREE``.
-        in_flight: ``[capacity]``, rows that a read may be writing to. They are neither moved nor freed.
         up_bias, gate_bias: ``[capacity]`` float32 by row, or None for a model without.
     """
 
@@ -40,7 +40,6 @@ class RowPool:
         self.matrix = matrix
         self.n_rows = n_rows
         self.owner: I64Array = np.full(len(matrix), FREE, np.int64)
-        self.in_flight: BoolArray = np.zeros(len(matrix), np.bool_)
         self.up_bias: F32Array | None = np.zeros(len(matrix), np.float32) if up_bias else None
         self.gate_bias: F32Array | None = np.zeros(len(matrix), np.float32) if gate_bias else None
         # A stack: what was given back last, and is still in a cache, goes first.
@@ -53,41 +52,45 @@ class RowPool:
         """Rows that can be taken."""
         return self._n_free
 
-    def take(self, owners: I64Array) -> I64Array:
-        """Free rows for some neurons, ``[len(owners)]`` ascending, so that neighbours in the file become
-        neighbours in memory where that is possible.
+    def take(self, ids: I64Array, row_of: I32Array, first: int = 0) -> I64Array:
+        """Free rows for some neurons, ascending like these, so that neighbours in the file become neighbours
+        in memory where that is possible.
+
+        Args:
+            ids: ``[m]``, neurons of a layer without a row.
+            row_of: ``[n]``, the layer's rows by neuron, in which they get theirs.
+            first: number of the layer's first neuron.
+
+        Returns:
+            Rows, ``[m]``.
 
         Raises:
             ValueError: there are not so many (our own bug).
         """
-        left = self._n_free - len(owners)
-        if left < 0:
-            raise ValueError(f"{len(owners)} rows are wanted, {self._n_free} are free")
-        rows = np.sort(self._free[left : self._n_free])
-        self._n_free = left
-        self.owner[rows] = owners
+        if len(ids) > self._n_free:
+            raise ValueError(f"{len(ids)} rows are wanted, {self._n_free} are free")
+        rows = kernels.take_rows(ids, first, row_of, self.owner, self._free, self._n_free)
+        self._n_free -= len(ids)
         return rows
 
-    def give_back(self, rows: I64Array) -> None:
-        """Free rows, which no read may be writing to."""
-        self.owner[rows] = FREE
-        self._free[self._n_free : self._n_free + len(rows)] = rows
-        self._n_free += len(rows)
+    def give_back(self, ids: I64Array, row_of: I32Array) -> None:
+        """Free the rows of some neurons, which no read may be writing to; arguments as for ``take``."""
+        kernels.drop_rows(ids, row_of, self.owner, self._free, self._n_free)
+        self._n_free += len(ids)
 
     def resize(self, n_rows: int) -> tuple[I64Array, I64Array]:
-        """Change how many rows may be used; rows behind the new end move into holes before it.
+        """Change how many rows may be used; rows behind the new end move into holes before it, so no read may
+        be in flight.
 
         Returns:
             Neurons that have moved, and their new rows.
 
         Raises:
-            ValueError: more rows than the matrix has or fewer than are in use, or a read is in flight.
+            ValueError: more rows than the matrix has or fewer than are in use.
         """
         n_used = self.n_rows - self._n_free
         if not n_used <= n_rows <= len(self.matrix):
             raise ValueError(f"{n_rows} rows, expected {n_used} (in use) to {len(self.matrix)}")
-        if self.in_flight.any():
-            raise ValueError("a read is in flight")
         source = np.flatnonzero(self.owner[n_rows:] != FREE) + n_rows
         dest = np.flatnonzero(self.owner[:n_rows] == FREE)[: len(source)]
         columns = (self.matrix, self.owner, self.up_bias, self.gate_bias)
@@ -114,5 +117,4 @@ class RowPool:
         assert np.array_equal(np.sort(np.concatenate([free, owned])), np.arange(self.n_rows)), (
             "rows are lost, or both free and in use"
         )
-        assert (self.owner[self.in_flight] != FREE).all(), "a read goes into a free row"
         assert len(np.unique(self.owner[owned])) == len(owned), "a neuron has two rows"

@@ -13,16 +13,33 @@ computed; what it took is given back by ``trim``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from flashd import kernels
 from flashd.memory.eviction import EvictionPolicy
 from flashd.memory.pool import RowPool
-from flashd.types import BoolArray, F32Array, I64Array
+from flashd.types import BoolArray, F32Array, I32Array, I64Array
 
 MISSING = -1
 _NEVER = -(1 << 30)
+_NO_STEP = _NEVER - 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Where the wanted rows of a layer are; every place of the list is in exactly one column.
+
+    Attributes:
+        here: places of rows in RAM, ascending.
+        coming: places of rows in flight, ascending.
+        missing: places of neurons without a row, ascending.
+    """
+
+    here: I64Array
+    coming: I64Array
+    missing: I64Array
 
 
 class Window:
@@ -33,7 +50,8 @@ class Window:
         capacity: rows that each layer may keep.
         used: rows that each layer has, those in flight included.
         n_in_flight: rows of each layer that are in flight.
-        row_of: ``[n_layers, n_neurons]`` int64, or ``MISSING``.
+        row_of: ``[n_layers, n_neurons]`` int32, or ``MISSING``.
+        in_flight: ``[n_layers, n_neurons]``, whether a read may be writing to its row, which then stays.
         step: of the last request.
         evicted: rows that have gone so far.
     """
@@ -61,19 +79,21 @@ class Window:
         self.capacity = [min(rows, n_neurons) for rows in capacity]
         self.used = [0] * n_layers
         self.n_in_flight = [0] * n_layers
-        self.row_of: I64Array = np.full((n_layers, n_neurons), MISSING, np.int64)
+        # Narrow, because a step goes through all of them and finds none in the processor's caches.
+        self.row_of: I32Array = np.full((n_layers, n_neurons), MISSING, np.int32)
+        self.in_flight: BoolArray = np.zeros((n_layers, n_neurons), np.bool_)
         self.step = 0
         self._n_neurons = n_neurons
         self.evicted = 0
-        self._last: npt.NDArray[np.int32] = np.full((n_layers, n_neurons), _NEVER, np.int32)
+        self._last: I32Array = np.full((n_layers, n_neurons), _NEVER, np.int32)
         # Rows that only a guess has asked for.
         self._guessed: BoolArray = np.zeros((n_layers, n_neurons), np.bool_)
         self._n_guessed = [0] * n_layers
         self._up_bias = list(up_bias) or [None] * n_layers
         self._gate_bias = list(gate_bias) or [None] * n_layers
 
-    def request(self, layer: int, ids: I64Array, step: int) -> tuple[I64Array, int]:
-        """Count neurons as requested at a step.
+    def request(self, layer: int, ids: I64Array, step: int) -> tuple[int, I64Array, Split]:
+        """Count neurons as requested at a step, and look up their rows.
 
         Args:
             layer: layer index.
@@ -81,19 +101,30 @@ class Window:
             step: never less than before.
 
         Returns:
-            Their rows, ``[m]``, ``MISSING`` where there is none; how many of these rows were there by a
-            guess that nobody had used so far.
+            How many of their rows are there by a guess that nobody had used so far; what ``find`` returns.
         """
         self.step = step
-        self._last[layer][ids] = step
-        self.policy.requested(layer, ids, step)
-        used = 0
-        if self._n_guessed[layer]:
-            guessed = self._guessed[layer]
-            used = int(np.count_nonzero(guessed[ids]))
-            guessed[ids] = False
-            self._n_guessed[layer] -= used
-        return self.row_of[layer][ids], used
+        used, rows, here, coming, missing = kernels.request_rows(
+            ids,
+            step,
+            self._last[layer],
+            self._guessed[layer],
+            self.row_of[layer],
+            self.in_flight[layer],
+            self.policy.counts(layer),
+            self.policy.credit(step),
+        )
+        self._n_guessed[layer] -= used
+        return used, rows, Split(here, coming, missing)
+
+    def find(self, layer: int, ids: I64Array) -> tuple[I64Array, Split]:
+        """Look up neurons' rows.
+
+        Returns:
+            Rows, ``[m]``, ``MISSING`` where there is none; which of them are here.
+        """
+        rows, *places = kernels.find_rows(ids, self.row_of[layer], self.in_flight[layer])
+        return rows, Split(*places)
 
     def remember(self, layer: int, tail: BoolArray, step: int) -> tuple[I64Array, I64Array]:
         """Count what a prompt's last tokens requested, the last one at ``step`` and each before it a step
@@ -113,16 +144,16 @@ class Window:
         age = tail[::-1, ids].argmax(axis=0)
         last = self._last[layer]
         last[ids] = np.maximum(last[ids], step - age)
-        if type(self.policy).requested is not EvictionPolicy.requested:
-            for token in tail:
-                self.policy.requested(layer, np.flatnonzero(token), step)
+        counts = self.policy.counts(layer)
+        if counts is not None:
+            counts += tail.sum(axis=0, dtype=np.float32) * np.float32(self.policy.credit(step))
         self._guessed[layer, ids] = False
         self._n_guessed[layer] = int(np.count_nonzero(self._guessed[layer]))
         there = self._evictable(layer, requested_now=True)
         new = ids[self.row_of[layer][ids] < 0]
         both = np.concatenate([new, there])
         expired = self.policy.expired(last[both], step)
-        value = self.policy.value(layer, both, last[both])
+        value = self.policy.values(layer, last)[both]
         best = np.argsort(value, kind="stable")[::-1]  # of equals, what is there
         if expired is not None:
             best = best[~expired[best]]
@@ -136,24 +167,17 @@ class Window:
     def make_room(self, layer: int, n_new: int) -> None:
         """Evict what has expired, and what must go so that ``n_new`` rows fit into the layer's capacity:
         of those that were not requested at this step, as far as they reach."""
+        if self._expires(layer):
+            ids = self._evictable(layer, requested_now=False)
+            expired = self.policy.expired(self._last[layer][ids], self.step)
+            if expired is not None and expired.any():
+                self._evict(layer, ids[expired])
         over = self.used[layer] + n_new - self.capacity[layer]
-        ids = self._evictable(layer, requested_now=False) if over > 0 or self._expires(layer) else None
-        if ids is None:
-            return
-        last = self._last[layer][ids]
-        expired = self.policy.expired(last, self.step)
-        if expired is not None and expired.any():
-            self._evict(layer, ids[expired])
-            over -= int(np.count_nonzero(expired))
-            ids, last = ids[~expired], last[~expired]
-        self._evict_least(layer, ids, last, over)
+        self._evict_least(layer, over, requested_now=False)
 
     def trim(self, layer: int) -> None:
         """Evict what is above the layer's capacity, as far as it is not in flight."""
-        over = self.used[layer] - self.capacity[layer]
-        if over > 0:
-            ids = self._evictable(layer, requested_now=True)
-            self._evict_least(layer, ids, self._last[layer][ids], over)
+        self._evict_least(layer, self.used[layer] - self.capacity[layer], requested_now=True)
 
     def steal(self, n: int, layer: int) -> None:
         """Evict until ``n`` rows are free: what this step did not request of ``layer``, then anything of the
@@ -163,15 +187,12 @@ class Window:
             wanted = n - self.pool.n_free
             if wanted <= 0:
                 return
-            ids = self._evictable(other, requested_now=other != layer)
-            self._evict_least(other, ids, self._last[other][ids], wanted)
+            self._evict_least(other, wanted, requested_now=other != layer)
 
     def release(self, layer: int, ids: I64Array, n: int) -> None:
         """Free up to ``n`` rows of these neurons, where they have any that is not in flight."""
-        rows = self.row_of[layer][ids]
-        ids = ids[rows >= 0]
-        ids = ids[~self.pool.in_flight[rows[rows >= 0]]]
-        self._evict(layer, ids[: max(0, n)])
+        ids = ids[(self.row_of[layer][ids] >= 0) & ~self.in_flight[layer][ids]]
+        self._evict(layer, np.sort(ids[: max(0, n)]))
 
     def insert(self, layer: int, ids: I64Array, *, guessed: bool = False) -> I64Array:
         """Take rows for neurons that have none; they are in flight from now on.
@@ -187,9 +208,8 @@ class Window:
         Raises:
             ValueError: the pool has not so many (our own bug).
         """
-        rows = self.pool.take(ids + layer * self._n_neurons)
-        self.row_of[layer][ids] = rows
-        self.pool.in_flight[rows] = True
+        rows = self.pool.take(ids, self.row_of[layer], layer * self._n_neurons)
+        self.in_flight[layer][ids] = True
         self.used[layer] += len(ids)
         self.n_in_flight[layer] += len(ids)
         if guessed:
@@ -203,14 +223,14 @@ class Window:
                 by_row[rows] = biases[ids]
         return rows
 
-    def settle(self, layer: int, rows: I64Array) -> None:
-        """Rows have arrived."""
-        self.pool.in_flight[rows] = False
-        self.n_in_flight[layer] -= len(rows)
+    def settle(self, layer: int, ids: I64Array) -> None:
+        """These neurons' rows have arrived."""
+        self.in_flight[layer][ids] = False
+        self.n_in_flight[layer] -= len(ids)
 
-    def drop(self, layer: int, ids: I64Array, rows: I64Array) -> None:
-        """Rows in flight will not arrive; no read writes to them any more."""
-        self.settle(layer, rows)
+    def drop(self, layer: int, ids: I64Array) -> None:
+        """These neurons' rows will not arrive; no read writes to them any more."""
+        self.settle(layer, ids)
         self._evict(layer, ids)
 
     def resize(self, n_rows: int, capacity: Sequence[int]) -> None:
@@ -240,23 +260,27 @@ class Window:
             there &= self._last[layer] != self.step
         ids = np.flatnonzero(there)
         if self.n_in_flight[layer]:
-            ids = ids[~self.pool.in_flight[self.row_of[layer][ids]]]
+            ids = ids[~self.in_flight[layer][ids]]
         return ids
 
-    def _evict_least(self, layer: int, ids: I64Array, last: npt.NDArray[np.int32], n: int) -> None:
-        if n <= 0 or not len(ids):
+    def _evict_least(self, layer: int, n: int, *, requested_now: bool) -> None:
+        """Evict up to ``n`` of the rows that may go."""
+        if n <= 0:
             return
-        if n < len(ids):
-            value = self.policy.value(layer, ids, last)
-            if self._n_guessed[layer]:
-                value = np.where(self._guessed[layer][ids], -np.inf, value)
-            ids = ids[np.argpartition(value, n)[:n]]
+        last = self._last[layer]
+        ids = kernels.least_rows(
+            self.row_of[layer],
+            self.in_flight[layer],
+            last,
+            _NO_STEP if requested_now else self.step,
+            self.policy.values(layer, last),
+            self._guessed[layer],
+            n,
+        )
         self._evict(layer, ids)
 
     def _evict(self, layer: int, ids: I64Array) -> None:
-        row_of = self.row_of[layer]
-        self.pool.give_back(row_of[ids])
-        row_of[ids] = MISSING
+        self.pool.give_back(ids, self.row_of[layer])
         self.used[layer] -= len(ids)
         self.evicted += len(ids)
         if self._n_guessed[layer]:
@@ -273,10 +297,9 @@ class Window:
         assert len(rows) == self.pool.n_rows - self.pool.n_free, "a row belongs to a neuron that lacks it"
         per_layer = (self.row_of >= 0).sum(axis=1).tolist()
         assert per_layer == self.used, f"layers have {per_layer} rows, {self.used} are counted"
-        flying = np.bincount(
-            self.pool.owner[self.pool.in_flight] // self._n_neurons, minlength=len(self.used)
-        ).tolist()
+        flying = self.in_flight.sum(axis=1).tolist()
         assert flying == self.n_in_flight, f"{flying} rows are in flight, {self.n_in_flight} are counted"
+        assert not (self.in_flight & (self.row_of < 0)).any(), "a read without a row"
         assert not (self._guessed & (self.row_of < 0)).any(), "a guess without a row"
         assert self._guessed.sum(axis=1).tolist() == self._n_guessed, "guesses are miscounted"
         for layer, (up, gate) in enumerate(zip(self._up_bias, self._gate_bias, strict=True)):

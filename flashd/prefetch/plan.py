@@ -1,45 +1,8 @@
-"""What to read for a layer: wanted - resident - in flight, in order. Pure."""
+"""What to read for a layer of what is neither here nor coming. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
-
-from flashd.types import BoolArray, I64Array
-
-_NOTHING: I64Array = np.empty(0, np.int64)
-
-
-@dataclass(frozen=True)
-class Split:
-    """Where the wanted rows of a layer are; every place of the list is in exactly one column.
-
-    Attributes:
-        here: places of rows in RAM, ascending.
-        coming: places of rows in flight, ascending.
-        missing: places of neurons without a row, ascending.
-    """
-
-    here: I64Array
-    coming: I64Array
-    missing: I64Array
-
-
-def split(rows: I64Array, in_flight: BoolArray | None) -> Split:
-    """Sort the wanted rows by where they are.
-
-    Args:
-        rows: ``[m]``, row of each wanted neuron, negative where it has none.
-        in_flight: by row; None if none of this layer's is.
-    """
-    there = rows >= 0
-    missing = np.flatnonzero(~there)
-    here = np.flatnonzero(there)
-    if in_flight is None:
-        return Split(here, _NOTHING, missing)
-    flying = in_flight[rows[here]]
-    return Split(here[~flying], here[flying], missing)
+from flashd.types import I64Array
 
 
 def round_end(missing: I64Array, start: int, count: int, room: int) -> int:

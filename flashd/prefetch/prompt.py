@@ -154,13 +154,13 @@ class _PromptJob(LayerJob):
             warm = _between(self.warm_ids, piece.start, stop)
             matrix[self.warm_rows[warm]] = piece.rows[self.warm_ids[warm] - piece.start]
             if stop == self.window.row_of.shape[1]:
-                self.window.settle(self.layer, self.warm_rows)
+                self.window.settle(self.layer, self.warm_ids)
                 self.warm_ids = self.warm_ids[:0]
 
     def give_up(self) -> None:
         """Rows that still wait will not come; on the lane."""
         if len(self.warm_ids):
-            self.window.drop(self.layer, self.warm_ids, self.warm_rows)
+            self.window.drop(self.layer, self.warm_ids)
             self.warm_ids = self.warm_ids[:0]
 
 
@@ -234,8 +234,8 @@ class PromptFFN:
             warm_ids, warm_rows = window.remember(layer, mask[-WARM_TOKENS:], self._step_of(layer))
             # Afterwards: a row that has gone to another neuron is not there any more. One in flight may not
             # have arrived, and is read once more.
-            rows = window.row_of[layer][wanted]
-            rows[window.pool.in_flight[rows] & (rows >= 0)] = -1
+            rows, places = window.find(layer, wanted)
+            rows[places.coming] = -1
             slice_rows = self._stream.slice_rows
             in_part = cheaper_in_part(wanted[rows < 0], self._geometry, slice_rows, self._costs)
             most = 2 * np.count_nonzero(in_part) <= len(in_part)

@@ -13,6 +13,7 @@ import asyncio
 import time
 from dataclasses import dataclass
 
+from flashd import kernels
 from flashd.disk.engine import ReadTicket
 from flashd.kernels.lane import ComputeLane
 from flashd.stats import StreamStats
@@ -65,14 +66,22 @@ class RowReads:
         self._stats = stats
 
     def start(self, read: RowRead, loop: asyncio.AbstractEventLoop) -> RowRead:
-        """Start a read. Where the store refuses it, it has ended with that error."""
+        """Start a read; counts as waiting for flash. Where the store refuses it, it has ended with an error.
+
+        To be called inside of ``ComputeLane.memory_work``.
+        """
         self.open.append(read)
+        since_ns = time.perf_counter_ns()
+        kernels.rest()  # the thread that reads is woken
         try:
             read.ticket = self._store.start_rows(
                 read.layer, read.ids, self._matrix, read.rows, loop, prefetch=read.prefetch
             )
         except Exception as exc:
             read.error = exc
+        spent_ns = time.perf_counter_ns() - since_ns
+        self._stats.wait_ns += spent_ns
+        self._lane.stats.memory_ns -= spent_ns
         return read
 
     def wait(self, read: RowRead) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
 
@@ -23,14 +22,15 @@ import numpy as np
 from flashd import kernels
 from flashd.config import MAX_BATCH
 from flashd.kernels.lane import ComputeLane
-from flashd.memory.window import Window
+from flashd.memory.window import Split, Window
 from flashd.predictor.base import Predictor
 from flashd.prefetch.benefit import PrefetchBenefit
-from flashd.prefetch.plan import Split, round_end, split, worth_reading
+from flashd.prefetch.plan import round_end, worth_reading
 from flashd.prefetch.scheduler import RowRead, RowReads
+from flashd.prefetch.work import Work
 from flashd.stats import SparseStats, StreamStats
 from flashd.store.base import WeightStore
-from flashd.types import Activation, BoolArray, F32Array, I64Array
+from flashd.types import Activation, F32Array, I64Array
 
 # Guessed rows in flight, all layers together: a read that is needed now waits behind them for at most as
 # long as the device takes for its queue, but they take its bandwidth.
@@ -45,40 +45,6 @@ class PromptSource(Protocol):
     async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """As ``FFNSource.apply``, for more than ``MAX_BATCH`` tokens."""
         ...
-
-
-@dataclass(eq=False)
-class _Work:
-    """A layer of one step. Places are indices into ``ids``, and columns of ``hidden``.
-
-    Attributes:
-        ids: ``[m]`` ascending, requested neurons.
-        mask: ``[B, m]``, by which sequence; None where there is one.
-        rows: ``[m]``, their rows, up to ``stop``.
-        hidden: ``[B, m]``.
-        acc: ``[B, d_model]``, the sum so far.
-        start, stop: places of this round.
-        coming: places of this round whose rows a guess is bringing.
-        missing: places of this round that ``demand`` is bringing.
-        demand: this round's read of what was missing.
-        waits: other reads to wait for.
-    """
-
-    number: int
-    layer: int
-    x: F32Array
-    ids: I64Array
-    mask: BoolArray | None
-    rows: I64Array
-    hidden: F32Array
-    acc: F32Array
-    loop: asyncio.AbstractEventLoop
-    start: int = 0
-    stop: int = 0
-    coming: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    missing: I64Array = field(default_factory=lambda: np.empty(0, np.int64))
-    demand: RowRead | None = None
-    waits: list[RowRead] = field(default_factory=list)
 
 
 class SparseFFN:
@@ -149,9 +115,18 @@ class SparseFFN:
             BundleCorruptError, DiskReadError: a row could not be read.
         """
         work = await self._lane.run(self._begin, layer, x, asyncio.get_running_loop())
-        if isinstance(work, _Work):
+        if isinstance(work, Work):
             return partial(self._finish, work)
         return await self._prompt.apply(layer, lambda: work)
+
+    def apply_on_lane(
+        self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
+    ) -> Callable[[], F32Array]:
+        """See ``LaneFFNSource.apply_on_lane``; for layers with a mask and up to ``MAX_BATCH`` tokens."""
+        work = self._begin(layer, x, loop)
+        if not isinstance(work, Work):
+            raise ValueError(f"{len(work)} tokens on the lane, at most {MAX_BATCH}; a prompt needs the loop")
+        return partial(self._finish, work)
 
     async def close(self) -> None:
         """Wait for reads in flight."""
@@ -161,7 +136,7 @@ class SparseFFN:
 
     def _begin(
         self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
-    ) -> _Work | F32Array:
+    ) -> Work | F32Array:
         """A layer up to the dot products of what comes last, or a prompt's input."""
         began_ns = time.perf_counter_ns()
         made = x()
@@ -169,12 +144,21 @@ class SparseFFN:
         if len(made) > MAX_BATCH:
             return made
         made = np.ascontiguousarray(made, np.float32)
+        if layer == self._first:
+            self._step_began_ns = began_ns
         ids, mask = self._predictor.predict(layer, made)
+        work = Work(
+            layer=layer,
+            x=made,
+            ids=ids,
+            mask=mask if len(made) > 1 else None,
+            hidden=np.empty((len(made), len(ids)), np.float32),
+            acc=np.zeros((len(made), self._geometry.d_model), np.float32),
+            loop=loop,
+        )
         with self._lane.memory_work():
-            work = self._request(layer, made, ids, mask, loop)
-            if layer == self._first:
-                self._step_began_ns = began_ns
-            here = self._plan_round(work)
+            parts = self._request(work)
+            here = self._plan_round(work, parts)
         self._guess(layer, made, loop)
         self._dots(work, here)
         self._arrived(work)
@@ -213,19 +197,18 @@ class SparseFFN:
                 self._guessed[following] += len(ids)
                 self.stats.prefetched += len(ids)
 
-    def _request(
-        self, layer: int, x: F32Array, ids: I64Array, mask: BoolArray, loop: asyncio.AbstractEventLoop
-    ) -> _Work:
-        """Count a layer's neurons as requested, and make room for them."""
-        window, stats, batch = self.window, self.stats, len(x)
+    def _request(self, work: Work) -> Split:
+        """Count a layer's neurons as requested, look where they are, and make room for those that lack."""
+        window, stats, layer, ids = self.window, self.stats, work.layer, work.ids
         if self._current is not None:
             window.trim(self._current)
         if layer == self._first or layer <= (self._current or 0):
             self._step = max(self._step, window.step) + 1  # a prompt counts as steps, too
             stats.passes += 1
         self._number, self._current = self._number + 1, layer
-        rows, from_guess = window.request(layer, ids, self._step)
-        n_missing = int(np.count_nonzero(rows < 0))
+        work.number = self._number
+        from_guess, work.rows, parts = window.request(layer, ids, self._step)
+        n_missing = len(parts.missing)
         window.make_room(layer, n_missing)
         stats.requested += len(ids)
         stats.resident += len(ids) - n_missing
@@ -235,18 +218,20 @@ class SparseFFN:
             stats.prefetch_layers = self.benefit.layers if self.benefit.active else 0
         self.benefit.observe(layer, self._guessed[layer], from_guess)
         self._guessed[layer] = 0
-        hidden = np.empty((batch, len(ids)), np.float32)
-        acc = np.zeros((batch, self._geometry.d_model), np.float32)
-        return _Work(self._number, layer, x, ids, mask if batch > 1 else None, rows, hidden, acc, loop)
+        return parts
 
-    def _plan_round(self, work: _Work) -> I64Array:
+    def _plan_round(self, work: Work, parts: Split | None = None) -> I64Array:
         """Decide how far this round goes and read what it lacks.
+
+        Args:
+            work: the layer.
+            parts: where the rows are, if that is known.
 
         Returns:
             Places whose rows are in RAM.
         """
         layer, window = work.layer, self.window
-        parts = self._where(work)
+        parts = parts or self._where(work)
         count, least = len(work.ids), min(len(parts.missing), MIN_ROUND_ROWS)
         if window.pool.n_free < least:
             self._find_room(work, least)
@@ -269,15 +254,13 @@ class SparseFFN:
             self.stats.demand += len(parts.missing)
         return parts.here
 
-    def _where(self, work: _Work) -> Split:
+    def _where(self, work: Work) -> Split:
         """Look up the rows of this round and all later ones."""
-        window, start = self.window, work.start
-        work.rows[start:] = window.row_of[work.layer][work.ids[start:]]
-        in_flight = window.pool.in_flight if window.n_in_flight[work.layer] else None
-        parts = split(work.rows[start:], in_flight)
+        start = work.start
+        work.rows[start:], parts = self.window.find(work.layer, work.ids[start:])
         return parts if not start else Split(*(places + start for places in vars(parts).values()))
 
-    def _find_room(self, work: _Work, least: int) -> None:
+    def _find_room(self, work: Work, least: int) -> None:
         """Free some rows: of rounds that are over, of what nobody wants now, of the last rounds."""
         window, pool = self.window, self.window.pool
         window.release(work.layer, work.ids[: work.start], least - pool.n_free)
@@ -299,12 +282,12 @@ class SparseFFN:
         with self._lane.memory_work():
             for read in over:
                 if read.error is None:
-                    self.window.settle(read.layer, read.rows)
+                    self.window.settle(read.layer, read.ids)
                 else:
-                    self.window.drop(read.layer, read.ids, read.rows)
+                    self.window.drop(read.layer, read.ids)
                     self.stats.failed_reads += 1
 
-    def _arrived(self, work: _Work) -> None:
+    def _arrived(self, work: Work) -> None:
         """Wait for the rows of this round; those of a guess, which was started earlier, are computed while
         what is missing is still on its way.
 
@@ -333,7 +316,7 @@ class SparseFFN:
                 here = self._plan_round(work)
             self._dots(work, here)
 
-    def _next_round(self, work: _Work) -> None:
+    def _next_round(self, work: Work) -> None:
         """End this round and begin the next one, for which its rows may go."""
         self._add_down(work)
         work.start = work.stop
@@ -344,7 +327,7 @@ class SparseFFN:
         self._dots(work, here)
         self._arrived(work)
 
-    def _finish(self, work: _Work) -> F32Array:
+    def _finish(self, work: Work) -> F32Array:
         """The FFN's output, once everything has arrived."""
         if work.number != self._number:
             raise RuntimeError("an FFN's output is asked for after the next layer's: its rows may be gone")
@@ -353,7 +336,7 @@ class SparseFFN:
             self.benefit.step_done(time.perf_counter_ns() - self._step_began_ns, len(work.x))
         return work.acc
 
-    def _dots(self, work: _Work, places: I64Array) -> None:
+    def _dots(self, work: Work, places: I64Array) -> None:
         """Activations of some places."""
         if not len(places):
             return
@@ -375,7 +358,7 @@ class SparseFFN:
         )
         self.stats.fired += len(fired)
 
-    def _add_down(self, work: _Work) -> None:
+    def _add_down(self, work: Work) -> None:
         """Activations of what came last, and the round's part of the output."""
         self._dots(work, work.missing)
         if work.stop == work.start:

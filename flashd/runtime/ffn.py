@@ -170,7 +170,8 @@ def _in_memory(config: DaemonConfig, parts: Parts, predictor: Predictor, store: 
             replace(config, eviction="lru"), parts, rows, [ffn.n_neurons] * ffn.n_layers, None, 1
         )
         for layer in range(ffn.n_layers):  # in this order a neuron's row is where the store has it
-            window.settle(layer, window.insert(layer, np.arange(ffn.n_neurons)))
+            window.insert(layer, np.arange(ffn.n_neurons))
+            window.settle(layer, np.arange(ffn.n_neurons))
         sparse = _sparse(config, parts, predictor, window, MaskedPrompt(resident, predictor), waits)
     by_layer = dict.fromkeys(range(ffn.n_layers), resident)
     return BuiltFFN(HybridFFN(predictor, sparse, by_layer, None, waits), predictor, None, None)

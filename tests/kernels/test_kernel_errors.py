@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kernels.error_cases import CASES as FIRST_CASES
 from kernels.error_cases import crooked, f32, frozen
-from kernels.error_cases_more import MORE_CASES
+from kernels.error_cases_more import MORE_CASES, i32
 
 from flashd import kernels
 from flashd.kernels import twin
@@ -48,7 +48,7 @@ def test_unknown_simd_level(module: ModuleType) -> None:
 def valid(verb: str) -> dict[str, Any]:
     """Arguments of a call that is right."""
     rows, flags = np.zeros((3, 96), np.uint8), np.ones((2, 4), np.bool_)
-    half = np.zeros((2, 5, 8), np.float16)
+    half, nobody = np.zeros((2, 5, 8), np.float16), np.zeros(4, np.bool_)
     ffn = {"rows": rows, "dtype": "f32", "d": 8, "gated": True}
     calls: dict[str, dict[str, Any]] = {
         "gemv": {"w": f32(4, 3), "x": f32(2, 3), "out": f32(2, 4), "bias": f32(4)},
@@ -69,14 +69,40 @@ def valid(verb: str) -> dict[str, Any]:
         "to_f32": {"src": half, "out": f32(2, 5, 8)},
         "from_f32": {"src": f32(2, 5, 8), "out": half},
         "read_all": {"memory": np.zeros(33, np.uint8)},
+        "append_kv": {"k": f32(2, 3, 8), "v": f32(2, 3, 8), "out": f32(2, 3, 5, 8), "position": 1},
+        "find_rows": {"ids": np.arange(2), "row_of": i32(4), "in_flight": nobody},
+        "request_rows": {"ids": np.arange(2), "step": 3, "last": i32(4), "guessed": nobody.copy()}
+        | {"row_of": i32(4), "in_flight": nobody, "count": f32(4), "credit": 0.5},
+        "least_rows": {"row_of": i32(4), "in_flight": nobody, "last": i32(4), "step": 3, "value": f32(4)}
+        | {"guessed": nobody, "k": 2},
+        "take_rows": {"ids": np.arange(2), "first": 8, "row_of": i32(4), "owner": np.zeros(3, np.int64)}
+        | {"free": np.arange(3), "n_free": 2},
+        "drop_rows": {
+            "ids": np.arange(2),
+            "row_of": np.arange(4, dtype=np.int32),
+            "owner": np.zeros(3, np.int64),
+        }
+        | {"free": np.arange(3), "n_free": 1},
     }
     return calls[verb]
 
 
-VERBS = sorted(set(twin.__all__) - {"available_simd", "set_simd", "set_threads", "simd_level", "threads"})
+NO_ARRAYS = {"available_simd", "rest", "set_simd", "set_threads", "simd_level", "threads"}
+VERBS = sorted(set(twin.__all__) - NO_ARRAYS)
 # By verb and name; where no verb is given, of every verb.
-WRITTEN = {"out", "acc", "predict scores", "rope x"}
-OPTIONAL = {"bias", "up_bias", "gate_bias", "index", "mask", "b1", "b2", "predict scores"}
+WRITTEN = {"out", "acc", "predict scores", "rope x", "request_rows last", "request_rows guessed"}
+WRITTEN |= {"request_rows count", "owner", "take_rows row_of", "drop_rows row_of", "drop_rows free"}
+OPTIONAL = {
+    "bias",
+    "up_bias",
+    "gate_bias",
+    "index",
+    "mask",
+    "b1",
+    "b2",
+    "predict scores",
+    "request_rows count",
+}
 
 
 def shifted(array: np.ndarray) -> np.ndarray:

@@ -48,12 +48,12 @@ class Machine(RuleBasedStateMachine):
     @rule(layer=layers, ids=ids_of_a_layer)
     def request(self, layer: int, ids: I64Array) -> None:
         self.step += 1
-        rows, from_guess = self.window.request(layer, ids, self.step)
-        assert 0 <= from_guess <= int((rows >= 0).sum())
-        before = self.window.row_of[layer][ids].copy()
-        self.window.make_room(layer, int((rows < 0).sum()))
+        from_guess, rows, places = self.window.request(layer, ids, self.step)
+        assert 0 <= from_guess <= len(places.here) + len(places.coming)
+        np.testing.assert_array_equal(rows, self.window.row_of[layer][ids])
+        self.window.make_room(layer, len(places.missing))
         # What this step wants is not what makes room for it.
-        np.testing.assert_array_equal(self.window.row_of[layer][ids], before)
+        np.testing.assert_array_equal(self.window.row_of[layer][ids], rows)
         self.insert(layer, ids, guessed=False)
 
     @rule(layer=layers, tokens=st.lists(ids_of_a_layer, min_size=1, max_size=6))
@@ -79,10 +79,10 @@ class Machine(RuleBasedStateMachine):
     def end_of_a_read(self, which: int, fails: bool) -> None:
         layer, ids, rows = self.flying.pop(which % len(self.flying))
         if fails:
-            self.window.drop(layer, ids, rows)
+            self.window.drop(layer, ids)
             return
         self.window.pool.matrix[rows] = (ids + 17 * layer)[:, None]
-        self.window.settle(layer, rows)
+        self.window.settle(layer, ids)
 
     @rule(layer=layers)
     def trim(self, layer: int) -> None:
@@ -114,9 +114,8 @@ class Machine(RuleBasedStateMachine):
         assert self.window.pool.n_rows == n_rows
 
     def settled(self) -> list[tuple[int, int]]:
-        pool = self.window.pool
-        rows = np.flatnonzero((pool.owner >= 0) & ~pool.in_flight)
-        return [divmod(int(owner), NEURONS) for owner in pool.owner[rows]]
+        pool, flying = self.window.pool, self.window.in_flight.reshape(-1)
+        return [divmod(int(owner), NEURONS) for owner in pool.owner if owner >= 0 and not flying[owner]]
 
     @invariant()
     def tables_agree(self) -> None:
@@ -140,10 +139,11 @@ def one_layer(policy: LeastRecent | Frequency, capacity: int, n_rows: int = 12) 
 def step(window: Window, *wanted: int) -> set[int]:
     """One step of a layer; what is in RAM after it."""
     ids = np.array(sorted(wanted), np.int64)
-    rows, _ = window.request(0, ids, window.step + 1)
-    window.make_room(0, int((rows < 0).sum()))
-    missing = ids[window.row_of[0][ids] < 0]
-    window.settle(0, window.insert(0, missing))
+    _, _, places = window.request(0, ids, window.step + 1)
+    missing = ids[places.missing]
+    window.make_room(0, len(missing))
+    window.insert(0, missing)
+    window.settle(0, missing)
     window.trim(0)
     return set(np.flatnonzero(window.row_of[0] >= 0).tolist())
 
@@ -181,7 +181,7 @@ def test_frequency_survives_many_steps() -> None:
     window = one_layer(policy, capacity=2)
     for i in range(300):
         assert {i % 3} <= step(window, i % 3)
-    assert np.isfinite(policy.value(0, np.arange(NEURONS), np.zeros(NEURONS, np.int32))).all()
+    assert np.isfinite(policy.values(0, np.zeros(NEURONS, np.int32))).all()
 
 
 def test_a_prior_counts_like_requests() -> None:
@@ -197,26 +197,28 @@ def test_a_prior_counts_like_requests() -> None:
 def test_what_only_a_guess_brought_goes_first() -> None:
     window = one_layer(LeastRecent(), capacity=3)
     step(window, 1)
-    window.settle(0, window.insert(0, np.array([8, 9]), guessed=True))
+    window.insert(0, np.array([8, 9]), guessed=True)
+    window.settle(0, np.array([8, 9]))
     assert step(window, 2, 8) == {1, 2, 8}
-    _, used = window.request(0, np.array([8]), window.step + 1)
+    used, _, _ = window.request(0, np.array([8]), window.step + 1)
     assert used == 0  # counted when it was used first
 
 
 def test_rows_of_neighbours_are_neighbours_where_possible() -> None:
     pool = RowPool(np.zeros((8, 8), np.uint8), 8)
-    assert pool.take(np.arange(5)).tolist() == [0, 1, 2, 3, 4]
-    pool.give_back(np.array([3, 1, 0]))
-    assert pool.take(np.array([10, 11, 12])).tolist() == [0, 1, 3]
+    row_of = np.full(24, -1, np.int32)
+    assert pool.take(np.arange(5), row_of).tolist() == [0, 1, 2, 3, 4]
+    pool.give_back(np.array([0, 1, 3]), row_of)
+    assert pool.take(np.array([10, 11, 12]), row_of).tolist() == [0, 1, 3]
     with pytest.raises(ValueError, match="4 rows are wanted, 3 are free"):
-        pool.take(np.arange(20, 24))
+        pool.take(np.arange(20, 24), row_of)
 
 
 def test_limits_are_told() -> None:
     with pytest.raises(ValueError, match="9 rows of a matrix of 8"):
         RowPool(np.zeros((8, 8), np.uint8), 9)
     pool = RowPool(np.zeros((8, 8), np.uint8), 8)
-    pool.take(np.arange(5))
+    pool.take(np.arange(5), np.full(5, -1, np.int32))
     with pytest.raises(ValueError, match=r"4 rows, expected 5 \(in use\) to 8"):
         pool.resize(4)
     with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; known: lru, window, frequency"):
@@ -237,7 +239,7 @@ def test_damage_to_a_table_is_found(data: st.DataObject) -> None:
     elif damage == "owner":
         window.pool.owner[window.row_of[0][4]] = 9
     elif damage == "free":
-        window.pool.give_back(window.row_of[0][[4]])
+        window.pool.give_back(np.array([4]), window.row_of[0].copy())
     elif damage == "used":
         window.used[0] += 1
     else:

@@ -182,7 +182,7 @@ async def test_failed_reads_surface_and_the_next_step_works(
                 right += 1
         await settle_down(setup)
         await setup.lane.run(setup.sparse._settle)
-        assert not setup.window.pool.in_flight.any()
+        assert not setup.window.in_flight.any()
         await setup.check()
         assert failed > 5
         assert right > 20

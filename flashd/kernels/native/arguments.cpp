@@ -18,6 +18,7 @@ constexpr TypeName kTypes[] = {{Type::f32, 'f', "float32"},
                                {Type::bf16, 'H', "uint16"},
                                {Type::u8, 'B', "uint8"},
                                {Type::u32, 'I', "uint32"},
+                               {Type::i32, 'i', "int32"},
                                {Type::i64, 'l', "int64"},
                                {Type::boolean, '?', "bool"}};
 
@@ -226,6 +227,7 @@ int64_t item_bytes(Type type) {
     switch (type) {
         case Type::i64: return 8;
         case Type::f32:
+        case Type::i32:
         case Type::u32: return 4;
         case Type::u8:
         case Type::boolean: return 1;
@@ -269,6 +271,12 @@ Numbers row_index(const char* verb, nb::handle index, RowArgs& args) {
     check_indices(verb, "index", rows.data(), args.count, args.n, false);
     args.index = rows.data();
     return rows;
+}
+
+Numbers numbers_below(const char* verb, const char* name, const Array& given, int64_t limit, bool ascending) {
+    Numbers values = numbers_of(given, given.size(0));
+    check_indices(verb, name, values.data(), given.size(0), limit, ascending);
+    return values;
 }
 
 Numbers column_slots(const char* verb, const Array& slots, int64_t limit) {

@@ -109,6 +109,9 @@ using Numbers = std::vector<int64_t>;
 // `int64[count]` numbers of those rows, or None for all: fills `index` and `count` of `args`.
 Numbers row_index(const char* verb, nb::handle index, RowArgs& args);
 
+// Numbers 0..limit-1, in any order or strictly ascending.
+Numbers numbers_below(const char* verb, const char* name, const Array& given, int64_t limit, bool ascending = false);
+
 // `int64[count]` columns below `limit`, strictly ascending.
 Numbers column_slots(const char* verb, const Array& slots, int64_t limit);
 

@@ -1,4 +1,6 @@
-// The verbs to_f32, from_f32 and crc32c.
+// The verbs to_f32, from_f32, append_kv and crc32c.
+#include <algorithm>
+
 #include "pool.hpp"
 #include "verbs.hpp"
 
@@ -60,6 +62,32 @@ void from_f32(nb::handle src_, nb::handle out_) {
                  kConvertChunk);
 }
 
+void append_kv(nb::handle k_, nb::handle v_, nb::handle out_, int64_t position) {
+    const Shape fresh{Axis::tokens(), "heads", "d_head"};
+    const Array k("append_kv", "k", k_, {Type::f32}, &fresh);
+    const int64_t tokens = k.size(0), heads = k.size(1), d_head = k.size(2);
+    const Shape same{tokens, heads, d_head};
+    const Array v("append_kv", "v", v_, {Type::f32}, &same);
+    const Shape cache{2, heads, "capacity", d_head};
+    const Array out("append_kv", "out", out_, {Type::f32, Type::f16}, &cache, Access::write);
+    const int64_t capacity = out.size(2);
+    if (position < 0 || position > capacity - tokens)
+        raise_value("append_kv: position is " + std::to_string(position) + ", expected 0.." +
+                    std::to_string(capacity - tokens));
+    const int64_t item = item_bytes(out.type());
+    const NoGil no_gil;
+    const Level& at = level();
+    const auto of_heads = [&](int64_t first, int64_t last, int) {
+        for (int64_t h = first; h < last; ++h) {
+            const float* from = h < heads ? k.data<float>() + h * d_head : v.data<float>() + (h - heads) * d_head;
+            uint8_t* to = out.data<uint8_t>() + (h * capacity + position) * d_head * item;
+            for (int64_t t = 0; t < tokens; ++t)
+                at.convert.from_f32({from + t * heads * d_head, to + t * d_head * item, out.type()}, 0, d_head);
+        }
+    };
+    parallel_for(of_heads, 2 * heads, std::max<int64_t>(1, kConvertChunk / std::max<int64_t>(1, tokens * d_head)));
+}
+
 }  // namespace
 
 void bind_convert(nb::module_& module) {
@@ -67,6 +95,7 @@ void bind_convert(nb::module_& module) {
     module.def("crc32c", &crc32c, arg("rows").none(), arg("out").none(), arg("index").none() = nb::none());
     module.def("to_f32", &to_f32, arg("src").none(), arg("out").none());
     module.def("from_f32", &from_f32, arg("src").none(), arg("out").none());
+    module.def("append_kv", &append_kv, arg("k").none(), arg("v").none(), arg("out").none(), arg("position"));
 }
 
 }  // namespace flashd

@@ -53,6 +53,7 @@ void bind_level(nb::module_& module) {
     using nb::arg;
     module.def("set_threads", &set_threads, arg("n"));
     module.def("threads", &thread_count);
+    module.def("rest", &rest);
     module.def("simd_level", [] { return level().name; });
     module.def("available_simd", &available_simd);
     module.def("set_simd", &set_simd, arg("level"));

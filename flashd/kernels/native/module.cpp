@@ -14,4 +14,5 @@ NB_MODULE(_native, module) {
     bind_norms(module);
     bind_convert(module);
     bind_memory(module);
+    bind_window(module);
 }

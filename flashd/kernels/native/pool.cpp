@@ -103,6 +103,8 @@ public:
         idle_.wait(lock, [&] { return active_.load(std::memory_order_acquire) == 0; });
     }
 
+    void rest() { rests_.fetch_add(1, std::memory_order_relaxed); }
+
 private:
     void work(const Job& job, int worker) {
         for (;;) {
@@ -118,7 +120,11 @@ private:
     void serve(int worker, uint64_t seen) {
         pthread_setname_np(pthread_self(), "flashd-kernel");
         for (;;) {
-            spin_until([&] { return generation_.load(std::memory_order_acquire) != seen; });
+            const uint64_t rests = rests_.load(std::memory_order_relaxed);
+            spin_until([&] {
+                return generation_.load(std::memory_order_acquire) != seen ||
+                       rests_.load(std::memory_order_relaxed) != rests;
+            });
             std::unique_lock<std::mutex> lock(mutex_);
             wake_.wait(lock, [&] { return generation_.load(std::memory_order_relaxed) != seen; });
             seen = generation_.load(std::memory_order_relaxed);
@@ -169,7 +175,7 @@ private:
     int wanted_ = 0;
     Job job_;
     bool open_ = false, stop_ = false;
-    std::atomic<uint64_t> generation_{0};
+    std::atomic<uint64_t> generation_{0}, rests_{0};
     std::atomic<int64_t> next_{0};
     std::atomic<int> active_{0};
 };
@@ -195,6 +201,10 @@ Pool& pool() {
 int thread_count() { return g_threads.load(); }
 
 void set_thread_count(int count) { g_threads.store(count); }
+
+void rest() {
+    if (Pool* current = g_pool.load(std::memory_order_acquire)) current->rest();
+}
 
 void parallel_for(Task task, const void* context, int64_t count, int64_t chunk, int workers) {
     if (count <= 0) return;

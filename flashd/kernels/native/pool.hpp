@@ -9,6 +9,7 @@ constexpr int kMaxThreads = 256;
 
 int thread_count();
 void set_thread_count(int count);  // starts nothing; the next parallel_for applies it
+void rest();  // threads that look out for work without sleeping go to sleep
 
 // A task works on [first, last); `worker` is in [0, workers), different for concurrent calls.
 using Task = void (*)(const void* context, int64_t first, int64_t last, int worker);

@@ -28,5 +28,6 @@ void bind_attention(nb::module_& module);
 void bind_norms(nb::module_& module);
 void bind_convert(nb::module_& module);
 void bind_memory(nb::module_& module);
+void bind_window(nb::module_& module);
 
 }  // namespace flashd

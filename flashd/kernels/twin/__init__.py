@@ -19,29 +19,37 @@ The docstrings are the contract of the verbs, whoever computes them. What all ha
 
 from flashd.kernels.twin.attention import attention, rope
 from flashd.kernels.twin.ffn import ffn_dots, ffn_down
-from flashd.kernels.twin.level import available_simd, set_simd, set_threads, simd_level, threads
+from flashd.kernels.twin.level import available_simd, rest, set_simd, set_threads, simd_level, threads
 from flashd.kernels.twin.linear import gemm, gemv
-from flashd.kernels.twin.memory import crc32c, from_f32, read_all, to_f32
+from flashd.kernels.twin.memory import append_kv, crc32c, from_f32, read_all, to_f32
 from flashd.kernels.twin.norms import layernorm, rmsnorm
 from flashd.kernels.twin.predict import predict, topk_union
+from flashd.kernels.twin.window import drop_rows, find_rows, least_rows, request_rows, take_rows
 
 __all__ = [
+    "append_kv",
     "attention",
     "available_simd",
     "crc32c",
+    "drop_rows",
     "ffn_dots",
     "ffn_down",
+    "find_rows",
     "from_f32",
     "gemm",
     "gemv",
     "layernorm",
+    "least_rows",
     "predict",
     "read_all",
+    "request_rows",
+    "rest",
     "rmsnorm",
     "rope",
     "set_simd",
     "set_threads",
     "simd_level",
+    "take_rows",
     "threads",
     "to_f32",
     "topk_union",

@@ -15,6 +15,11 @@ def threads() -> int:
     return 1
 
 
+def rest() -> None:
+    """Let threads sleep that are looking out for the next verb: somebody else is about to need a CPU, and a
+    thread that wakes up where all are busy takes the one of whoever has woken it."""
+
+
 def simd_level() -> str:
     """Instruction set in use: ``numpy``."""
     return "numpy"

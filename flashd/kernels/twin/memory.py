@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 
 from flashd.kernels import check
 from flashd.kernels.twin.common import widen
@@ -78,6 +81,29 @@ def from_f32(src: F32Array, out: WeightArray) -> None:
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     # Rounding could carry a NaN into infinity: keep its top bits and make it quiet.
     out[...] = np.where(np.isnan(src), (bits >> np.uint32(16)) | np.uint32(0x40), rounded)
+
+
+def append_kv(k: F32Array, v: F32Array, out: npt.NDArray[Any], position: int) -> None:
+    """Put new tokens' keys and values into a cache, rounded to nearest even.
+
+    Args:
+        k: keys, ``[T, heads, d_head]``.
+        v: values, likewise.
+        out: ``[2, heads, capacity, d_head]`` float32 or float16; tokens from ``position`` on are overwritten.
+        position: of the first token.
+
+    Raises:
+        TypeError, ValueError: as ``check.array`` says; there is no room for so many tokens.
+    """
+    verb = "append_kv"
+    check.array(verb, "k", k, check.F32, (check.TOKENS, "heads", "d_head"))
+    tokens, heads, d_head = k.shape
+    check.array(verb, "v", v, check.F32, (tokens, heads, d_head))
+    check.array(verb, "out", out, ("float32", "float16"), (2, heads, "capacity", d_head), writeable=True)
+    check.within(verb, "position", position, 0, out.shape[2] - tokens)
+    with np.errstate(over="ignore"):  # too large becomes infinite
+        for cache, fresh in zip(out, (k, v), strict=True):
+            cache[:, position : position + tokens] = fresh.transpose(1, 0, 2)
 
 
 def read_all(memory: U8Array) -> int:

@@ -14,7 +14,7 @@ namespace flashd {
 FLASHD_INLINE constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 FLASHD_INLINE constexpr int64_t round_up(int64_t a, int64_t unit) { return divide_up(a, unit) * unit; }
 
-enum class Type { f32, f16, bf16, u8, u32, i64, boolean };
+enum class Type { f32, f16, bf16, u8, u32, i32, i64, boolean };
 enum class Activation { relu, relu2, silu, gelu, gelu_tanh };
 
 // bfloat16 and float16 have one size; distinct types choose the right conversion.
