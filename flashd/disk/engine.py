@@ -91,7 +91,7 @@ class ReadBatch:
         return int(self.length_bytes.sum())
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RowBatch:
     """Rows of one size that lie behind each other in a file, to be read into rows of a matrix.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -86,6 +87,8 @@ class NativeEngine(ReadEngine):
         self._idle = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing: asyncio.Future[None] | None = None
+        self._last_dest: Callable[[], U8Array | None] = lambda: None
+        self._last_address = 0
         try:
             self._files = FileTable(paths, flags, core.set_file)
         except BaseException:
@@ -146,7 +149,10 @@ class NativeEngine(ReadEngine):
             raise ValueError(f"{self.paths[0]}: one of several files, whose reads have no tickets")
 
     def _in_place(self, batch: RowBatch) -> bool:
-        misaligned = batch.offset_bytes | batch.dest.shape[1] | batch.dest.ctypes.data
+        if self._last_dest() is not batch.dest:  # asking NumPy for an address takes long
+            self._last_address = batch.dest.ctypes.data
+            self._last_dest = weakref.ref(batch.dest)
+        misaligned = batch.offset_bytes | batch.dest.shape[1] | self._last_address
         return not misaligned % self.alignment_bytes
 
     def _submit_rows(self, batch: RowBatch, prefetch: bool, ticket: bool = False) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import numpy as np
@@ -50,6 +51,7 @@ class BundleFileStore(WeightStore):
         # Rows that go through scratch memory are read one by one: merging over a gap saves nothing.
         in_place = stride % engine.alignment_bytes == 0
         self.max_gap_neurons = max_gap_bytes // stride if in_place else 0
+        self._last_out: Callable[[], U8Array | None] = lambda: None
         self._max_run_neurons = min(MAX_DESTINATIONS, max(1, MAX_READ_BYTES // stride))
 
     @property
@@ -106,7 +108,11 @@ class BundleFileStore(WeightStore):
         """See ``WeightStore.start_rows``."""
         if not len(ids) or not self.engine.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
-        self.check_request(layer, 0, 0, len(ids) if rows is None else len(out), out)
+        if rows is None or self._last_out() is not out:  # these checks take as long as the rest
+            self.check_request(layer, 0, 0, len(ids) if rows is None else len(out), out)
+            self._last_out = weakref.ref(out)
+        elif not 0 <= layer < self.geometry.n_layers:
+            raise IndexError(f"layer {layer} of {self.geometry.n_layers}")
         if ids.dtype != np.int64 or (rows is not None and rows.dtype != np.int64):
             self.check_rows(layer, ids, out, rows)
         try:
