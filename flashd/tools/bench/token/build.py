@@ -76,7 +76,7 @@ def _config(task: Task, mode: Mode, budget: str | None = None) -> DaemonConfig:
         backend=task.backend,
         budget=budget or task.budget,
         predictor="auto" if mode.sparse else "none",
-        prefetch="auto" if mode.prefetch else "off",
+        prefetch="on" if mode.prefetch else "off",
         max_sessions=1,
         threads=task.threads,
     )

@@ -25,8 +25,8 @@ from flashd.types import I64Array, U8Array
 # Everything that a step computes with. Their other arguments only change what is computed, not how long
 # it takes, but the down projection skips what is zero: its activations are kept.
 _VERBS = (
-    "attention", "ffn_dots", "ffn_down", "gemm", "gemv", "layernorm", "predict", "rmsnorm", "rope", "to_f32",
-    "topk_union",
+    "attention", "crc32c", "ffn_dots", "ffn_down", "gemm", "gemv", "layernorm", "predict", "rmsnorm", "rope",
+    "to_f32", "topk_union",
 )  # fmt: skip
 _HIDDEN = 4
 

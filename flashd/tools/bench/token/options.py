@@ -96,7 +96,7 @@ class Sample:
 
     Attributes:
         ms_per_token: by the clock; the sum of wait, memory, compute and overhead.
-        flash_wait_ms: nothing was computed because a read was missing.
+        flash_wait_ms: nothing was computed because reads were started or missing.
         flash_busy_ms: at least one read was outstanding.
         memory_ms: upkeep of window and KV cache.
         compute_ms: kernels.

@@ -20,7 +20,7 @@ class TokenRow:
     Attributes:
         mode: see ``modes.MODES``.
         ms_per_token: the sum of flash wait, memory, compute and overhead.
-        flash_wait_ms: nothing was computed because a read was missing.
+        flash_wait_ms: nothing was computed because reads were started or missing.
         flash_busy_ms: at least one read was outstanding; runs beside the others.
         memory_ms: upkeep of window and KV cache.
         compute_ms: kernels.
