@@ -24,6 +24,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     path = tmp_path_factory.mktemp("readme")
     (path / "models").mkdir()
     (path / "models" / SMOLLM2_GGUF.name).symlink_to(SMOLLM2_GGUF)
+    (path / "ops").symlink_to(REPO / "ops")
     yield path
     run(path, "flashd stop || true")
 
@@ -45,8 +46,9 @@ def test_every_shell_command_works_in_the_order_of_the_page(place: Path) -> None
     for command in commands:
         done = run(place, command)
         assert done.returncode == 0, f"{command}: {done.stderr}"
-        outputs[command.split()[1]] = done.stdout
+        outputs[command.split()[1]] = outputs.get(command.split()[1], "") + done.stdout
     assert "Paris" in outputs["run"]
+    assert "flashd_neurons_requested_total" in outputs["-s"]
 
 
 @pytest.mark.slow
