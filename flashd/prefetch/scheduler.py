@@ -84,8 +84,12 @@ class RowReads:
         self._lane.stats.memory_ns -= spent_ns
         return read
 
-    def wait(self, read: RowRead) -> None:
+    def wait(self, read: RowRead, *, memory_work: bool = False) -> None:
         """Wait until a read has ended, well or not; counts as waiting for flash.
+
+        Args:
+            read: one of the open ones, or one that has ended.
+            memory_work: called inside of ``ComputeLane.memory_work``.
 
         Raises:
             RuntimeError: the lane was closed meanwhile.
@@ -103,13 +107,17 @@ class RowReads:
                 break
         spent_ns = time.perf_counter_ns() - since_ns
         self._stats.wait_ns += spent_ns
-        self._lane.stats.compute_ns -= spent_ns
+        if memory_work:
+            self._lane.stats.memory_ns -= spent_ns
+        else:
+            self._lane.stats.compute_ns -= spent_ns
         if not over:
             raise RuntimeError("the compute lane was closed while it waited for a read")
         read.ticket = None
 
     def ended(self, layer: int | None = None) -> list[RowRead]:
-        """Reads that have ended since the last time, failed or not; each is told once.
+        """Reads that have ended since the last time, failed or not; each is told once. To be called inside of
+        ``ComputeLane.memory_work``.
 
         Args:
             layer: it will wait for what is on its way to it anyway, and its rows can as well be checked
@@ -118,7 +126,7 @@ class RowReads:
         over = []
         for read in self.open:
             if read.ticket is not None and read.layer != layer and read.ticket.done():
-                self.wait(read)
+                self.wait(read, memory_work=True)
             if read.ticket is None:
                 over.append(read)
         if over:

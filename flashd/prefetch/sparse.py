@@ -140,8 +140,8 @@ class SparseFFN:
         """A layer up to the dot products of what comes last, or a prompt's input."""
         began_ns = time.perf_counter_ns()
         made = x()
-        self._settle(layer)
         if len(made) > MAX_BATCH:
+            self._settle()
             return made
         made = np.ascontiguousarray(made, np.float32)
         if layer == self._first:
@@ -157,6 +157,7 @@ class SparseFFN:
             loop=loop,
         )
         with self._lane.memory_work():
+            self._note_ended(layer)
             parts = self._request(work)
             here = self._plan_round(work, parts)
         self._guess(layer, made, loop)
@@ -274,18 +275,19 @@ class SparseFFN:
         rows = self.window.insert(layer, ids, guessed=prefetch)
         return self.reads.start(RowRead(layer, ids, rows, prefetch), loop)
 
-    def _settle(self, layer: int | None = None) -> None:
-        """Take note of the reads that have ended; of guesses at ``layer`` only where they were waited for."""
-        over = self.reads.ended(layer)
-        if not over:
-            return
+    def _settle(self) -> None:
+        """Take note of the reads that have ended."""
         with self._lane.memory_work():
-            for read in over:
-                if read.error is None:
-                    self.window.settle(read.layer, read.ids)
-                else:
-                    self.window.drop(read.layer, read.ids)
-                    self.stats.failed_reads += 1
+            self._note_ended()
+
+    def _note_ended(self, layer: int | None = None) -> None:
+        """See ``RowReads.ended``; inside of ``ComputeLane.memory_work``."""
+        for read in self.reads.ended(layer):
+            if read.error is None:
+                self.window.settle(read.layer, read.ids)
+            else:
+                self.window.drop(read.layer, read.ids)
+                self.stats.failed_reads += 1
 
     def _arrived(self, work: Work) -> None:
         """Wait for the rows of this round; those of a guess, which was started earlier, are computed while

@@ -181,7 +181,7 @@ private:
     sigset_t old_;
 };
 
-void name_thread(const char* name);
+void begin_thread(const char* name);
 
 // A forked child has the objects of its parent's threads, but not the threads: they are left alone.
 inline void leak(std::thread& thread) { new std::thread(std::move(thread)); }

@@ -41,7 +41,7 @@ void Fake::join() {
 }
 
 void Fake::run() {
-    name_thread("flashd-fake");
+    begin_thread("flashd-fake");
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
         while (static_cast<int>(in_flight_.size()) < depth_) {
@@ -79,7 +79,7 @@ void Fake::run() {
 // Times are computed, not measured: a thread that wakes up late ends a read late, but no later read starts
 // late for it. Between reads it sleeps.
 void Fake::run_in_time() {
-    name_thread("flashd-fake");
+    begin_thread("flashd-fake");
     prctl(PR_SET_TIMERSLACK, 1UL, 0UL, 0UL, 0UL);  // else every sleep is 50 us too long
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {

@@ -51,7 +51,7 @@ void Threads::abandon() {
 }
 
 void Threads::work() {
-    name_thread("flashd-read");
+    begin_thread("flashd-read");
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
         Op* op = take();

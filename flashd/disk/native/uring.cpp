@@ -93,7 +93,7 @@ int Uring::call(Command command) {
 // Everything below runs on the ring's thread.
 
 void Uring::run() {
-    name_thread("flashd-uring");
+    begin_thread("flashd-uring");
     const int error = setup();
     {
         std::lock_guard<std::mutex> lock(mutex_);

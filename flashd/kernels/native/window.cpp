@@ -11,7 +11,7 @@ namespace {
 
 constexpr uint8_t kHere = 0, kComing = 1, kMissing = 2;
 // Every so many keys are looked at first to find the least ones; so many more than expected are taken.
-constexpr int64_t kSample = 8, kMargin = 4;
+constexpr int64_t kSample = 32, kMargin = 4;
 constexpr int32_t kStays = INT32_MAX, kGuessed = INT32_MIN;
 
 // Places i with kinds[i] == kind, in order.
