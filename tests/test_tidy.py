@@ -19,7 +19,8 @@ MAX_FUNCTION_LINES = 70
 LINES = (
     ("errors", "types", "config", "stats"),
     ("layout",),
-    ("disk", "kernels", "memory", "metrics"),
+    ("disk", "kernels", "metrics"),
+    ("memory",),
     ("store", "predictor", "models", "kv"),
     ("prefetch",),
     ("runtime",),

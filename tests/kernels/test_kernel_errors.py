@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from kernels.error_cases import CASES as FIRST_CASES
 from kernels.error_cases import crooked, f32, frozen
-from kernels.error_cases_more import MORE_CASES, i32
+from kernels.error_cases_more import MORE_CASES
+from kernels.error_cases_window import WINDOW_CASES, i32
 
 from flashd import kernels
 from flashd.kernels import twin
 
-CASES = FIRST_CASES | MORE_CASES
+CASES = FIRST_CASES | MORE_CASES | WINDOW_CASES
 MODULES = [pytest.param(twin, id="twin"), pytest.param(kernels, id="installed")]
 
 
