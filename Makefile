@@ -30,7 +30,7 @@ MODELS := models
 GGUF := $(MODELS)/SmolLM2-135M-Instruct.Q4_1.gguf
 BUNDLE := $(MODELS)/smollm2-135m
 # make relu-model: how long to train, and where texts, checkpoints and log are kept between runs.
-RELU_HOURS ?= 1.78
+RELU_HOURS ?= 1.2
 RELU := $(MODELS)/relu
 QUESTION := What is the capital of France?
 
