@@ -39,7 +39,7 @@ Predictor = Annotated[
     str, typer.Option(help="low-rank is trained; gate keeps the gate projections in RAM and is exact.")
 ]
 Rank = Annotated[
-    int, typer.Option(help="Of every predictor; 0: the smallest of d/32 to d/4 that is good enough.")
+    int, typer.Option(help="Of every predictor; 0: the smallest of d/32 to d/2 that is good enough.")
 ]
 LateRank = Annotated[int, typer.Option(help="Of those of the last four layers; 0: as the others.")]
 Epochs = Annotated[int, typer.Option(help="Passes over the text; 0: two, more if it is short.")]

@@ -65,6 +65,12 @@ class ContiguousKV:
         """Keys and values of one layer, each ``[n_kv_heads, capacity, d_head]``."""
         return self._data[layer, 0], self._data[layer, 1]
 
+    def fill_from(self, other: ContiguousKV) -> None:
+        """Become a copy of another cache of the same model and dtype, in one's own capacity."""
+        assert other.length <= self.capacity, f"{other.length} tokens in a KV cache of {self.capacity}"
+        self._data[:, :, :, : other.length] = other._data[:, :, :, : other.length]
+        self.length = other.length
+
     def commit(self, n_tokens: int) -> None:
         """Count ``n_tokens`` that every layer has appended."""
         self.length += n_tokens

@@ -13,7 +13,8 @@ from flashd.config import DaemonConfig
 from flashd.runtime.build import build
 from flashd.runtime.sampling import SamplingParams
 from flashd.stats import SparseStats
-from flashd.tools.calibrate import CalibrateOptions, calibrate
+from flashd.tools.calibrate.options import CalibrateOptions
+from flashd.tools.calibrate.run import calibrate
 from flashd.tools.convert import ConvertOptions, convert
 from flashd.tools.eval.run import EvalOptions, evaluate
 

@@ -19,10 +19,11 @@ from flashd.tools.calibrate.tokens import Sequences
 from flashd.types import F32Array, FFNGeometry, U8Array, WeightArray
 
 LATE_LAYERS = 4
-_RANK_DIVISORS = (32, 16, 8, 4)
+# The paper's ranks are d/32 and d/4; d/2 is for models so small that their layers are hardly of low rank.
+_RANK_DIVISORS = (32, 16, 8, 4, 2)
 _TRIAL_STEPS = 400
-# Whole trainings brought false positives down to some 60 % of what a trial reached.
-_HOPELESS = 2.5
+# Whole trainings brought false positives down to 20 to 60 % of what a trial reached.
+_HOPELESS = 5
 _SCORE_TOKENS = 256
 _F1_POINTS = 2048
 # How a look ahead's rank is chosen where the next layer's predictor has none (``gate``).

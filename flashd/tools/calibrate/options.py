@@ -20,7 +20,7 @@ class CalibrateOptions:
     Attributes:
         samples: tokens of text at most; 0: by the model's size, see ``tokens.default_samples``.
         predictor: ``low-rank`` is trained; ``gate`` keeps the gate projections in RAM.
-        rank: of every predictor; 0: per layer the smallest of d/32, d/16, d/8, d/4 that reaches
+        rank: of every predictor; 0: per layer the smallest of d/32, d/16, d/8, d/4, d/2 that reaches
             ``fp_target``.
         late_rank: of those of the last four layers; 0: as the others.
         epochs: passes over the training text; 0: two, or more where it is short.

@@ -88,8 +88,5 @@ async def _guess(subject: Subject, item: ClozeItem) -> tuple[F32Array, bool]:
 def _copy(subject: Subject, kv: ContiguousKV, more: int) -> ContiguousKV:
     """A cache that holds what ``kv`` does and has room for more tokens."""
     copy = subject.new_kv(kv.length + more)
-    for layer in range(subject.manifest.model.n_layers):
-        k, v = (part[:, : kv.length].transpose(1, 0, 2) for part in kv.view(layer))
-        copy.append(layer, k, v)
-    copy.commit(kv.length)
+    copy.fill_from(kv)
     return copy
