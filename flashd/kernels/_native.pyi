@@ -5,7 +5,6 @@ import numpy.typing as npt
 
 from flashd.types import (
     Activation,
-    BoolArray,
     DType,
     F32Array,
     I32Array,
@@ -62,7 +61,7 @@ def crc32c(rows: U8Array, out: U32Array, index: I64Array | None = None) -> None:
 def to_f32(src: WeightArray, out: F32Array) -> None: ...
 def from_f32(src: F32Array, out: WeightArray) -> None: ...
 def find_rows(
-    ids: I64Array, row_of: I32Array, in_flight: BoolArray
+    ids: I64Array, row_of: I32Array, in_flight: npt.NDArray[np.bool_]
 ) -> tuple[I64Array, I64Array, I64Array, I64Array]: ...
 def take_rows(
     ids: I64Array, first: int, row_of: I32Array, owner: I64Array, free: I64Array, n_free: int
@@ -70,11 +69,11 @@ def take_rows(
 def drop_rows(ids: I64Array, row_of: I32Array, owner: I64Array, free: I64Array, n_free: int) -> None: ...
 def least_rows(
     row_of: I32Array,
-    in_flight: BoolArray,
+    in_flight: npt.NDArray[np.bool_],
     last: I32Array,
     step: int,
     value: F32Array | I32Array,
-    guessed: BoolArray,
+    guessed: npt.NDArray[np.bool_],
     k: int,
 ) -> I64Array: ...
 def append_kv(k: F32Array, v: F32Array, out: npt.NDArray[Any], position: int) -> None: ...
@@ -82,9 +81,9 @@ def request_rows(
     ids: I64Array,
     step: int,
     last: I32Array,
-    guessed: BoolArray,
+    guessed: npt.NDArray[np.bool_],
     row_of: I32Array,
-    in_flight: BoolArray,
+    in_flight: npt.NDArray[np.bool_],
     count: F32Array | None = None,
     credit: float = 0.0,
 ) -> tuple[int, I64Array, I64Array, I64Array, I64Array]: ...

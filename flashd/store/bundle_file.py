@@ -10,10 +10,10 @@ from functools import partial
 import numpy as np
 
 from flashd.disk.engine import MAX_DESTINATIONS, ReadBatch, ReadEngine, ReadTicket, RowBatch
-from flashd.errors import BundleCorruptError, DiskReadError, FlashdError
+from flashd.errors import BundleCorruptError, DiskReadError
 from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
-from flashd.store.tickets import NamedTicket
+from flashd.store.tickets import NamedTicket, of_layer
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 # Longest read of scattered rows. Longer ones are hardly faster, and a read that takes much longer than
@@ -80,7 +80,7 @@ class BundleFileStore(WeightStore):
         try:
             await self.engine.read(batch)
         except (BundleCorruptError, DiskReadError) as exc:
-            raise _of_layer(exc, layer) from exc
+            raise of_layer(exc, layer) from exc
 
     async def read_rows(
         self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None = None, *, prefetch: bool = False
@@ -93,7 +93,7 @@ class BundleFileStore(WeightStore):
         try:
             await self.engine.read_rows(batch, prefetch=prefetch)
         except (BundleCorruptError, DiskReadError) as exc:
-            raise _of_layer(exc, layer) from exc
+            raise of_layer(exc, layer) from exc
 
     def start_rows(
         self,
@@ -121,7 +121,7 @@ class BundleFileStore(WeightStore):
             # The engine has looked at all of them, which takes as long here again: only for the message.
             self.check_rows(layer, ids, out, rows)
             raise
-        return NamedTicket(ticket, partial(_of_layer, layer=layer))
+        return NamedTicket(ticket, partial(of_layer, layer=layer))
 
     @property
     def has_tickets(self) -> bool:
@@ -147,8 +147,3 @@ class BundleFileStore(WeightStore):
     async def close(self) -> None:
         """See ``WeightStore.close``."""
         await self.engine.close()
-
-
-def _of_layer(error: Exception, layer: int) -> Exception:
-    """The same error; one of a read names the layer beside file and offset."""
-    return type(error)(f"{error} (layer {layer})") if isinstance(error, FlashdError) else error

@@ -8,6 +8,7 @@ from concurrent.futures import wait
 from typing import Any
 
 from flashd.disk.engine import FOREVER_S, ReadTicket
+from flashd.errors import FlashdError
 
 
 class LoopTicket(ReadTicket):
@@ -62,3 +63,8 @@ class NamedTicket(ReadTicket):
             return self._inner.wait(timeout_s)
         except Exception as exc:
             raise self._renamed(exc) from exc
+
+
+def of_layer(error: Exception, layer: int) -> Exception:
+    """The same error; one of a read names the layer beside file and offset."""
+    return type(error)(f"{error} (layer {layer})") if isinstance(error, FlashdError) else error

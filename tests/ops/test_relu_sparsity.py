@@ -30,7 +30,7 @@ N_NEW = 48
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("relu") / "bundle"
     convert(HERE / "opt-relu-6m", path, ConvertOptions(), None)
-    calibrate(path, [HERE / "calibration.txt"], CalibrateOptions())
+    calibrate(path, [HERE / "calibration.txt"], CalibrateOptions(samples=30_000))
     return path
 
 
@@ -75,12 +75,12 @@ def test_the_same_answer_at_every_setting(bundle: Path) -> None:
     expected, at_rest = asyncio.run(answers(bundle, False, budget="130%"))
     demand = {}
     for name, together, settings in (
-        ("small", False, {"budget": "75%", "prefetch": "on"}),
-        ("no prefetch", False, {"budget": "75%", "prefetch": "off"}),
-        ("together", True, {"budget": "80%", "max_sessions": 4}),
-        ("lru", True, {"budget": "75%", "eviction": "lru", "prefetch": "on"}),
-        ("window", False, {"budget": "90%", "eviction": "window", "window": 3}),
-        ("buffered", False, {"budget": "75%", "backend": "buffered", "threads": 1}),
+        ("small", False, {"budget": "88%", "prefetch": "on"}),
+        ("no prefetch", False, {"budget": "88%", "prefetch": "off"}),
+        ("together", True, {"budget": "92%", "max_sessions": 4}),
+        ("lru", True, {"budget": "88%", "eviction": "lru", "prefetch": "on"}),
+        ("window", False, {"budget": "100%", "eviction": "window", "window": 3}),
+        ("buffered", False, {"budget": "88%", "backend": "buffered", "threads": 1}),
         ("in memory", True, {"backend": "memory"}),
     ):
         got, stats = asyncio.run(answers(bundle, together, **settings))
@@ -88,4 +88,4 @@ def test_the_same_answer_at_every_setting(bundle: Path) -> None:
         demand[name] = stats.demand
     assert demand["in memory"] == 0
     assert demand["small"] < demand["no prefetch"]
-    assert at_rest.demand < demand["no prefetch"] < at_rest.requested / 2
+    assert at_rest.demand < demand["no prefetch"] < at_rest.requested

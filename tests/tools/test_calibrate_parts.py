@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from flashd.tools.calibrate.measure import frequency, missed_norm, quality, thre
 from flashd.tools.calibrate.options import CalibrateOptions
 from flashd.tools.calibrate.scratch import Scratch
 from flashd.tools.calibrate.sparsify import threshold_of
-from flashd.tools.calibrate.tokens import cut, default_samples, read_text, split_files
+from flashd.tools.calibrate.tokens import cut, default_samples, read_text, split_files, spread
 from flashd.tools.calibrate.write import write_calibration
 from flashd.types import BoolArray
 
@@ -93,11 +95,40 @@ def test_texts_are_cut_and_split() -> None:
     assert default_samples(6_700_000_000) == 10_000
 
 
-@pytest.mark.parametrize("limit_bytes", [3, 5, 1 << 44, 1 << 70])
+@pytest.mark.parametrize("limit_bytes", [5, 1 << 20, 1 << 60])
 def test_a_short_text_is_read_whatever_the_limit(tmp_path: Path, limit_bytes: int) -> None:
     path = tmp_path / "text"
     path.write_text("words")
-    assert read_text(path, limit_bytes) == "words"[:limit_bytes]
+    assert read_text(path, limit_bytes) == "words"
+
+
+def test_of_a_long_text_pieces_are_read_from_all_over_it(tmp_path: Path) -> None:
+    path = tmp_path / "text"
+    words = [f"wört{i}" for i in range(10_000)]
+    path.write_text(" ".join(words))
+    got = read_text(path, 8000).split()
+    assert set(got) <= set(words)
+    numbers = [int(word[4:]) for word in got]
+    assert numbers == sorted(numbers)
+    assert len(numbers) > 600
+    assert {number // 1250 for number in numbers} == set(range(8))
+    # A pipe has no length.
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_text("x" * 9000))
+    writer.start()
+    assert read_text(pipe, 9001) == "x" * 9000
+    writer.join()
+
+
+@pytest.mark.parametrize("count", [0, 7, 8, 999, 1000, 5000])
+def test_tokens_are_spread(count: int) -> None:
+    ids = list(range(1000))
+    kept = spread(ids, count)
+    assert len(kept) == min(count, 1000)
+    assert sorted(set(kept)) == list(kept)
+    if 100 <= count < 1000:
+        assert {i // 125 for i in kept} == set(range(8))
 
 
 def test_a_calibration_that_cannot_be_written_leaves_the_one_there_is(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -72,7 +73,7 @@ def read_sequences(
     Args:
         directory: the bundle, for its tokenizer.
         manifest: of the bundle.
-        texts: files in UTF-8; of each as much as its share of ``samples``.
+        texts: files in UTF-8; of each as much as its share of ``samples``, from all over it.
         samples: tokens at most.
         note: told when the texts are shorter.
 
@@ -90,7 +91,7 @@ def read_sequences(
     left = samples
     for index, path in enumerate(texts):
         share = -(-left // (len(texts) - index))
-        ids = tokenizer.encode(read_text(path, share * _BYTES_PER_TOKEN), plain=False)[:share]
+        ids = spread(tokenizer.encode(read_text(path, share * _BYTES_PER_TOKEN), plain=False), share)
         if ids and max(ids) >= manifest.model.vocab_size:
             raise CalibrationError(
                 f"{directory}: its tokenizer has more tokens than the model; convert again"
@@ -103,20 +104,44 @@ def read_sequences(
 
 
 def read_text(path: Path, limit_bytes: int) -> str:
-    """The first bytes of a text, which may be a pipe.
+    """A text, or pieces from all over it where it is longer; of a pipe, the first bytes.
 
     Raises:
         CalibrationError: it cannot be read.
     """
     try:
         with path.open("rb") as file:
-            # In pieces: read() makes room for all that it is asked for, however short the file is.
-            text = bytearray()
-            while piece := file.read(min(_READ_BYTES, limit_bytes - len(text))):
-                text += piece
-            return text.decode("utf-8", errors="replace")
+            size_bytes = path.stat().st_size if path.is_file() else 0
+            if size_bytes <= limit_bytes:
+                return _read(file, limit_bytes).decode("utf-8", errors="replace")
+            pieces = []
+            for i in range(_STRETCHES):
+                file.seek(i * size_bytes // _STRETCHES)
+                piece = _read(file, limit_bytes // _STRETCHES).decode("utf-8", errors="ignore")
+                # A piece from the middle begins and ends with a part of a word.
+                pieces.append(piece[piece.find(" ") + 1 if i else 0 : piece.rfind(" ") + 1 or None])
+            return "".join(pieces)
     except OSError as exc:
         raise CalibrationError(f"{path}: cannot read the text: {exc.strerror}; check --text") from exc
+
+
+def _read(file: BinaryIO, limit_bytes: int) -> bytes:
+    # In pieces: read() makes room for all that it is asked for, however short the file is.
+    text = bytearray()
+    while piece := file.read(min(_READ_BYTES, limit_bytes - len(text))):
+        text += piece
+    return bytes(text)
+
+
+def spread(ids: Sequence[int], count: int) -> Sequence[int]:
+    """As many of a text's tokens, in stretches from all over it."""
+    if len(ids) <= count:
+        return ids
+    kept: list[int] = []
+    for i in range(_STRETCHES):
+        start, end = (i * len(ids) // _STRETCHES, (i + 1) * count // _STRETCHES)
+        kept += ids[start : start + end - len(kept)]
+    return kept
 
 
 def cut(ids: Sequence[int], length: int, bos: int | None) -> list[I64Array]:

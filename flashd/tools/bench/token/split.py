@@ -14,6 +14,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from flashd.layout.manifest import BUNDLE, Manifest
 from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
 from flashd.store.bundle_file import MAX_READ_BYTES
+from flashd.store.tickets import NamedTicket, of_layer
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 _BLOCK_BYTES = 16 << 20
@@ -179,7 +181,7 @@ class SplitStore(WeightStore):
         try:
             await self.engine.read(batch, prefetch=prefetch)
         except (BundleCorruptError, DiskReadError) as exc:
-            raise type(exc)(f"{exc} (layer {layer})") from exc
+            raise of_layer(exc, layer) from exc
 
     def start_rows(
         self,
@@ -196,7 +198,7 @@ class SplitStore(WeightStore):
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
         self.check_rows(layer, ids, out, rows)
         batch = self._batch(layer, ids, out, np.arange(len(ids)) if rows is None else rows)
-        return self.engine.start(batch, prefetch=prefetch)
+        return NamedTicket(self.engine.start(batch, prefetch=prefetch), partial(of_layer, layer=layer))
 
     @property
     def has_tickets(self) -> bool:

@@ -80,20 +80,27 @@ async def _measured(task: Task, built: Built, footprint: _Footprint) -> Sample:
     session = _submit(task, runtime)
     recorder, moments, prefill_s = built.recorder, [], 0.0
     first, last = 1 + task.warmup_tokens, 1 + task.warmup_tokens + task.tokens
+    n_tokens = 0
+
+    def before_step(phase: str) -> None:
+        """Counters are read where no step is half done. Each step of this phase follows on a token."""
+        nonlocal n_tokens
+        n_tokens += phase == "decode"
+        if n_tokens >= first:
+            moments.append(_moment(runtime))
+        recorder.on = last - task.free_steps <= n_tokens < last
+        if recorder.on:
+            recorder.next_step()
+
+    runtime.engine.before_step = before_step
     serving = asyncio.create_task(runtime.engine.run())
     watching = asyncio.create_task(footprint.watch())
     try:
         with recorder.kernel_calls():
-            n = 0
             async for _ in session.pieces():
-                n += 1
-                if n == 1:
-                    prefill_s = perf_counter() - began_s
-                if n >= first:
-                    moments.append(_moment(runtime))
-                recorder.on = last - task.free_steps <= n < last
-                if recorder.on:
-                    recorder.next_step()
+                prefill_s = prefill_s or perf_counter() - began_s
+        recorder.on = False
+        moments.append(_moment(runtime))
     finally:
         serving.cancel()
         watching.cancel()
