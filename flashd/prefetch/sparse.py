@@ -34,7 +34,7 @@ from flashd.types import Activation, F32Array, I64Array
 
 # Guessed rows in flight, all layers together: a read that is needed now waits behind them for at most as
 # long as the device takes for its queue, but they take its bandwidth.
-PREFETCH_BYTES = 4 << 20
+PREFETCH_BYTES = 16 << 20
 # Rows to read at once, at least, when a layer does not fit: others give up theirs for so many.
 MIN_ROUND_ROWS = 32
 

@@ -1,0 +1,46 @@
+"""The tables of docs/measurements.md are those of docs/results."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from support import REPO
+
+RESULTS = REPO / "docs" / "results"
+HEAD = (
+    "| mode | ms/token | x naive | x hybrid | GB/token | flash busy | flash wait | memory | compute "
+    "| overhead | free run | found in RAM |"
+)
+
+
+def token_table(found: dict[str, Any]) -> str:
+    """``flashd bench token`` as a Markdown table; times in ms."""
+    lines = [HEAD, "|---" * HEAD.count(" |") + "|"]
+    for row in found["rows"]:
+        hits = "" if row["hit_ratio"] is None else f"{row['hit_ratio']:.1%}"
+        cells = (
+            row["mode"],
+            f"{row['ms_per_token']:.1f}",
+            f"{row['speedup_naive']:.1f}",
+            f"{row['speedup_hybrid']:.1f}",
+            f"{row['gb_read_per_token']:.3f}",
+            *(f"{row[f'flash_{what}_ms']:.1f}" for what in ("busy", "wait")),
+            *(f"{row[f'{what}_ms']:.1f}" for what in ("memory", "compute", "overhead")),
+            f"{row['overlap']:.2f}",
+            hits,
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_tables_are_those_of_the_results() -> None:
+    document = (REPO / "docs" / "measurements.md").read_text()
+    names = sorted(path.name for path in RESULTS.glob("*.json"))
+    assert names
+    for name in names:
+        assert f"results/{name}" in document, f"{name} is not mentioned"
+        if name.startswith("bench-token"):
+            found = json.loads((RESULTS / name).read_text())
+            assert found["enforced"].startswith("by a cgroup")
+            assert token_table(found) in document, name
