@@ -43,4 +43,7 @@ def test_tables_are_those_of_the_results() -> None:
         if name.startswith("bench-token"):
             found = json.loads((RESULTS / name).read_text())
             assert found["enforced"].startswith("by a cgroup")
-            assert token_table(found) in document, name
+            if found["rows"][0]["mode"] == "naive":
+                assert token_table(found) in document, name
+            else:  # told in words
+                assert all(f"{row['ms_per_token']:.1f}" in document for row in found["rows"]), name
