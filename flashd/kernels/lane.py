@@ -10,6 +10,7 @@ import atexit
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -27,7 +28,7 @@ class _Job(NamedTuple):
     future: asyncio.Future[Any]
 
 
-class _Work:
+class _Work(ABC):
     """A part of a call that is timed. Several a layer: a generator would take ten times as long."""
 
     __slots__ = ("_since_ns", "stats")
@@ -41,9 +42,9 @@ class _Work:
     def __exit__(self, *error: object) -> None:
         self.spent(time.perf_counter_ns() - self._since_ns)
 
+    @abstractmethod
     def spent(self, time_ns: int) -> None:
         """Count it."""
-        raise NotImplementedError
 
 
 class _MemoryWork(_Work):
