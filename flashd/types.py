@@ -141,6 +141,15 @@ class LaneFFNSource(FFNSource, Protocol):
         """Whether ``apply_on_lane`` can be used for so many tokens."""
         ...
 
+    def begin_step(self, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop) -> None:
+        """The first layer begins, which nothing is known of so far; called on the lane before its attention.
+
+        Args:
+            x: makes what its FFN input would be if its attention gave nothing, ``[tokens, d_model]``.
+            loop: the store's, running in another thread.
+        """
+        ...
+
     def apply_on_lane(
         self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
     ) -> Callable[[], F32Array]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from flashd.config import MAX_BATCH
 from flashd.disk.buffers import aligned_empty
 from flashd.kernels.lane import ComputeLane
 from flashd.memory.eviction import make_policy
@@ -49,6 +50,9 @@ class GuessingOracle(OraclePredictor):
         ids, mask = super().predict(layer, x)
         self._asked[layer] = ids
         return ids, mask
+
+    def first_guess(self, x: F32Array) -> I64Array | None:
+        return self.lookahead(-1, x)
 
     def lookahead(self, layer: int, x: F32Array) -> I64Array | None:
         if layer + 1 in self.upcoming:
@@ -98,7 +102,9 @@ class Setup:
     store: BundleFileStore
 
     async def apply(self, layer: int, x: F32Array) -> F32Array:
-        """The sparse FFN of ``x``."""
+        """The sparse FFN of ``x``, in a step that has begun as the decoder begins it."""
+        if layer == 0 and len(x) <= MAX_BATCH:
+            await self.lane.run(self.ffn.begin_step, lambda: x, asyncio.get_running_loop())
         return await self.lane.run(await self.ffn.apply(layer, lambda: x))
 
     async def expected(self, layer: int, x: F32Array) -> F32Array:

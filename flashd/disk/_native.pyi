@@ -3,7 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from flashd.types import I64Array, U8Array
+from flashd.types import BoolArray, I64Array, U8Array, U32Array
 
 class Core:
     def submit(
@@ -31,10 +31,16 @@ class Core:
         max_run: int,
         prefetch: bool,
         ticket: bool,
+        sums: U32Array | None = None,
+        trusted: BoolArray | None = None,
+        check_start: int = 0,
+        check_count: int = 0,
     ) -> int: ...
     def cancel(self, batch: int) -> None: ...
     def completed(self) -> list[tuple[int, str, int, int, int, int]]: ...
-    def wait(self, batch: int, timeout_s: float) -> tuple[int, str, int, int, int, int] | None: ...
+    def wait(
+        self, batch: int, timeout_s: float
+    ) -> tuple[tuple[int, str, int, int, int, int], tuple[int, int, int, int, int]] | None: ...
     def ended(self, batch: int) -> bool: ...
     def tickets(self) -> int: ...
     def busy_ns(self) -> int: ...

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from flashd.layout.coalesce import plan_rows
 from flashd.stats import ReadStats
-from flashd.types import I64Array, U8Array
+from flashd.types import BoolArray, I64Array, U8Array, U32Array
 
 # A destination that does not exist: its bytes are read, because that is cheaper than not reading
 # them, and thrown away.
@@ -92,6 +93,42 @@ class ReadBatch:
 
 
 @dataclass(slots=True)
+class RowCheck:
+    """Which rows of a batch to compare with their checksums as they arrive.
+
+    Attributes:
+        sums: ``[n_rows]`` uint32, CRC32C of every row of the file.
+        trusted: ``[n_rows]`` bool, rows that need not be checked. Whoever checks keeps it up to date:
+            True where a row was right, False where it was wrong.
+        start: of the batch's rows by ascending id, the first to check in any case.
+        count: so many rows to check from there on, going on at 0 behind the last one.
+    """
+
+    sums: U32Array
+    trusted: BoolArray
+    start: int
+    count: int
+
+
+class Checked(NamedTuple):
+    """What has come of a ``RowCheck``.
+
+    Attributes:
+        n_rows: compared.
+        n_untrusted: of them, those that were not trusted.
+        n_wrong: of them, those whose bytes differ from their checksum.
+        first_wrong: the least of these; -1 without any.
+        time_ns: CPU time of the thread that compared.
+    """
+
+    n_rows: int
+    n_untrusted: int
+    n_wrong: int
+    first_wrong: int
+    time_ns: int
+
+
+@dataclass(slots=True)
 class RowBatch:
     """Rows of one size that lie behind each other in a file, to be read into rows of a matrix.
 
@@ -103,6 +140,7 @@ class RowBatch:
         max_gap_rows: longest gap between two wanted rows to read over.
         max_run_rows: longest read, 1 to ``MAX_DESTINATIONS`` rows.
         n_rows: of the file: ids are less.
+        check: rows to check, by engines that can (``ReadTicket.checked``); None: none.
     """
 
     offset_bytes: int
@@ -112,6 +150,7 @@ class RowBatch:
     max_gap_rows: int
     max_run_rows: int
     n_rows: int = 1 << 48
+    check: RowCheck | None = None
 
     def plan(self) -> ReadBatch:
         """The reads that it takes, as ``layout.coalesce`` plans them."""
@@ -134,7 +173,15 @@ class RowBatch:
 
 class ReadTicket(ABC):
     """A read on its way, for a thread that waits for it by itself instead of an event loop. That thread
-    alone uses it, and waits for it until it has ended: until then the read's memory is kept."""
+    alone uses it, and waits for it until it has ended: until then the read's memory is kept.
+
+    Attributes:
+        checked: what came of the batch's check, once the read has ended well; None where it had none or
+            the engine does not check.
+    """
+
+    __slots__ = ()
+    checked: Checked | None = None
 
     @abstractmethod
     def done(self) -> bool:
@@ -164,8 +211,10 @@ class ReadEngine(ABC):
             of it needs no scratch copy (1: anything goes).
         depth: reads that the kernel holds at once, at most.
         reason: why this backend was chosen.
+        has_tickets: whether ``start`` and ``start_rows`` work.
     """
 
+    has_tickets = False
     name: str
     paths: tuple[str, ...]
     direct: bool
@@ -200,11 +249,6 @@ class ReadEngine(ABC):
     async def read_rows(self, batch: RowBatch, *, prefetch: bool = False) -> None:
         """Read rows; as ``read`` of ``batch.plan()``, for callers that do it very often."""
         await self.read(batch.plan(), prefetch=prefetch)
-
-    @property
-    def has_tickets(self) -> bool:
-        """Whether ``start`` and ``start_rows`` work."""
-        return False
 
     @property
     def busy_ns(self) -> int | None:

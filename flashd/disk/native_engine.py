@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from flashd.disk.blocking import read_failed, truncated
-from flashd.disk.engine import FOREVER_S, ReadBatch, ReadEngine, ReadTicket, RowBatch
+from flashd.disk.engine import FOREVER_S, Checked, ReadBatch, ReadEngine, ReadTicket, RowBatch
 from flashd.disk.files import FileTable
 from flashd.disk.pieces import SCRATCH_PIECE_BYTES, Pieces, plan_pieces
 from flashd.errors import DiskReadError
@@ -35,7 +35,7 @@ except ImportError:  # FLASHD_NO_NATIVE=1 at installation
     AVAILABLE = False
 
 # What the kernel holds at once. A deeper queue is little faster, and a demand read waits longer in it.
-DEFAULT_DEPTH = {"uring": 64, "threads": 32}
+DEFAULT_DEPTH = {"uring": 128, "threads": 32}
 
 
 _MAX_REGISTERED_BYTES = 1 << 30
@@ -78,6 +78,7 @@ class NativeEngine(ReadEngine):
     ) -> None:
         self.name = name
         self.paths = tuple(paths)
+        self.has_tickets = len(self.paths) == 1  # a single file is always open
         self.alignment_bytes = alignment_bytes
         self.depth = depth
         self.reason = reason
@@ -118,11 +119,6 @@ class NativeEngine(ReadEngine):
         await self._run(_FIRST_FILE, partial(self._submit_rows, batch, prefetch))
 
     @property
-    def has_tickets(self) -> bool:
-        """See ``ReadEngine.has_tickets``; with one file, which is always open."""
-        return len(self.paths) == 1
-
-    @property
     def busy_ns(self) -> int:
         """See ``ReadEngine.busy_ns``."""
         return self._core.busy_ns()
@@ -139,8 +135,9 @@ class NativeEngine(ReadEngine):
         """See ``ReadEngine.start_rows``."""
         if not self._in_place(batch):
             return super().start_rows(batch, prefetch=prefetch)
-        self._check_tickets()
-        return _Ticket(self, self._submit_rows(batch, prefetch, ticket=True))
+        if self._closing is not None or not self.has_tickets:
+            self._check_tickets()
+        return _Ticket(self, self._submit_rows(batch, prefetch, ticket=True), batch.check is not None)
 
     def _check_tickets(self) -> None:
         if self._closing is not None:
@@ -156,18 +153,21 @@ class NativeEngine(ReadEngine):
         return not misaligned % self.alignment_bytes
 
     def _submit_rows(self, batch: RowBatch, prefetch: bool, ticket: bool = False) -> int:
+        check = batch.check
+        checks = () if check is None else (check.sums, check.trusted, check.start, check.count)
         return self._core.submit_rows(
             0,
             batch.offset_bytes,
             batch.dest.shape[1],
             batch.ids,
             batch.rows,
-            batch.dest.reshape(-1),
+            batch.dest,
             batch.n_rows,
             batch.max_gap_rows,
             batch.max_run_rows,
             prefetch,
             ticket,
+            *checks,
         )
 
     def _submit_pieces(self, pieces: Pieces, dest: U8Array, prefetch: bool, ticket: bool = False) -> int:
@@ -292,11 +292,13 @@ class NativeEngine(ReadEngine):
 class _Ticket(ReadTicket):
     """Of a batch of the core's."""
 
-    __slots__ = ("_engine", "_number")
+    __slots__ = ("_checks", "_engine", "_number", "checked")
 
-    def __init__(self, engine: NativeEngine, number: int) -> None:
+    def __init__(self, engine: NativeEngine, number: int, checks: bool = False) -> None:
         self._engine = engine
         self._number = number
+        self._checks = checks
+        self.checked = None
 
     def done(self) -> bool:
         """See ``ReadTicket.done``."""
@@ -307,11 +309,13 @@ class _Ticket(ReadTicket):
         told = self._engine._core.wait(self._number, timeout_s)
         if told is None:
             return False
-        _, end, error, file, offset, length = told
+        (_, end, error, file, offset, length), checked = told
         if end == "dropped":
             raise ValueError(f"{self._engine.paths[0]}: the read engine was closed")
         if end != "ok":
             raise self._engine.error(file, offset, length, error)
+        if self._checks:
+            self.checked = Checked(*checked)
         return True
 
 

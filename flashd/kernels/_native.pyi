@@ -64,10 +64,18 @@ def find_rows(
     ids: I64Array, row_of: I32Array, in_flight: npt.NDArray[np.bool_]
 ) -> tuple[I64Array, I64Array, I64Array, I64Array]: ...
 def take_rows(
-    ids: I64Array, first: int, row_of: I32Array, owner: I64Array, free: I64Array, n_free: int
-) -> I64Array: ...
+    ids: I64Array,
+    most: int,
+    first: int,
+    row_of: I32Array,
+    in_flight: npt.NDArray[np.bool_],
+    owner: I64Array,
+    free: I64Array,
+    n_free: int,
+    guessed: npt.NDArray[np.bool_] | None = None,
+) -> tuple[I64Array, I64Array]: ...
 def drop_rows(ids: I64Array, row_of: I32Array, owner: I64Array, free: I64Array, n_free: int) -> None: ...
-def least_rows(
+def evict_rows(
     row_of: I32Array,
     in_flight: npt.NDArray[np.bool_],
     last: I32Array,
@@ -75,7 +83,10 @@ def least_rows(
     value: F32Array | I32Array,
     guessed: npt.NDArray[np.bool_],
     k: int,
-) -> I64Array: ...
+    owner: I64Array,
+    free: I64Array,
+    n_free: int,
+) -> tuple[int, int]: ...
 def append_kv(k: F32Array, v: F32Array, out: npt.NDArray[Any], position: int) -> None: ...
 def request_rows(
     ids: I64Array,

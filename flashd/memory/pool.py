@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashd import kernels
-from flashd.types import F32Array, I32Array, I64Array, U8Array
+from flashd.types import BoolArray, F32Array, I32Array, I64Array, U8Array
 
 FREE = -1
 # Rows that are moved at a time when the pool shrinks, so that the copy needs little memory of its own.
@@ -52,29 +52,61 @@ class RowPool:
         """Rows that can be taken."""
         return self._n_free
 
-    def take(self, ids: I64Array, row_of: I32Array, first: int = 0) -> I64Array:
-        """Free rows for some neurons, ascending like these, so that neighbours in the file become neighbours
-        in memory where that is possible.
+    def take(
+        self,
+        ids: I64Array,
+        most: int,
+        row_of: I32Array,
+        in_flight: BoolArray,
+        first: int = 0,
+        guessed: BoolArray | None = None,
+    ) -> tuple[I64Array, I64Array]:
+        """Free rows for those of some neurons that have none, ascending like these, so that neighbours in the
+        file become neighbours in memory where that is possible.
 
         Args:
-            ids: ``[m]``, neurons of a layer without a row.
+            ids: ``[m]``, neurons of a layer, ascending.
+            most: how many may get a row.
             row_of: ``[n]``, the layer's rows by neuron, in which they get theirs.
+            in_flight: ``[n]``, True for those that get one.
             first: number of the layer's first neuron.
+            guessed: ``[n]``, likewise.
 
         Returns:
-            Rows, ``[m]``.
+            Neurons that have got a row, and their rows.
 
         Raises:
             ValueError: there are not so many (our own bug).
         """
-        if len(ids) > self._n_free:
-            raise ValueError(f"{len(ids)} rows are wanted, {self._n_free} are free")
-        rows = kernels.take_rows(ids, first, row_of, self.owner, self._free, self._n_free)
-        self._n_free -= len(ids)
-        return rows
+        taken, rows = kernels.take_rows(
+            ids, most, first, row_of, in_flight, self.owner, self._free, self._n_free, guessed
+        )
+        self._n_free -= len(taken)
+        return taken, rows
+
+    def evict(
+        self,
+        n: int,
+        row_of: I32Array,
+        in_flight: BoolArray,
+        last: I32Array,
+        step: int,
+        value: F32Array | I32Array,
+        guessed: BoolArray,
+    ) -> tuple[int, int]:
+        """Free up to ``n`` rows of a layer, those that are worth least; see ``kernels.evict_rows``.
+
+        Returns:
+            How many, and how many of them were guessed.
+        """
+        gone, were_guessed = kernels.evict_rows(
+            row_of, in_flight, last, step, value, guessed, n, self.owner, self._free, self._n_free
+        )
+        self._n_free += gone
+        return gone, were_guessed
 
     def give_back(self, ids: I64Array, row_of: I32Array) -> None:
-        """Free the rows of some neurons, which no read may be writing to; arguments as for ``take``."""
+        """Free the rows of some neurons, ``[m]`` ascending, which no read may be writing to."""
         kernels.drop_rows(ids, row_of, self.owner, self._free, self._n_free)
         self._n_free += len(ids)
 

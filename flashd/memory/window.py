@@ -194,34 +194,58 @@ class Window:
         ids = ids[(self.row_of[layer][ids] >= 0) & ~self.in_flight[layer][ids]]
         self._evict(layer, np.sort(ids[: max(0, n)]))
 
-    def insert(self, layer: int, ids: I64Array, *, guessed: bool = False) -> I64Array:
+    def insert(self, layer: int, ids: I64Array) -> I64Array:
         """Take rows for neurons that have none; they are in flight from now on.
 
         Args:
             layer: layer index.
             ids: ``[m]`` ascending.
-            guessed: nobody has requested them: they are the first to go.
 
         Returns:
             Rows, ``[m]``.
 
         Raises:
-            ValueError: the pool has not so many (our own bug).
+            ValueError: the pool has not so many, or one has a row (our own bug).
         """
-        rows = self.pool.take(ids, self.row_of[layer], layer * self._n_neurons)
-        self.in_flight[layer][ids] = True
-        self.used[layer] += len(ids)
-        self.n_in_flight[layer] += len(ids)
-        if guessed:
-            self._guessed[layer][ids] = True
-            self._n_guessed[layer] += len(ids)
-        for biases, by_row in (
-            (self._up_bias[layer], self.pool.up_bias),
-            (self._gate_bias[layer], self.pool.gate_bias),
-        ):
-            if biases is not None and by_row is not None:
-                by_row[rows] = biases[ids]
+        if len(ids) > self.pool.n_free:
+            raise ValueError(f"{len(ids)} rows are wanted, {self.pool.n_free} are free")
+        taken, rows = self._take(layer, ids, len(ids), None)
+        if len(taken) < len(ids):
+            raise ValueError(
+                f"layer {layer}: {len(ids) - len(taken)} of {len(ids)} neurons have a row already"
+            )
         return rows
+
+    def guess(self, layer: int, ids: I64Array, most: int) -> tuple[I64Array, I64Array]:
+        """Take rows for those of some neurons that have none, though nobody has requested them: they are in
+        flight from now on, and later the first to go.
+
+        Args:
+            layer: layer index.
+            ids: ``[m]`` ascending.
+            most: rows to take; the lower neurons get them.
+
+        Returns:
+            Neurons that have got a row, and their rows.
+        """
+        taken, rows = self._take(layer, ids, most, self._guessed[layer])
+        self._n_guessed[layer] += len(taken)
+        return taken, rows
+
+    def _take(
+        self, layer: int, ids: I64Array, most: int, guessed: BoolArray | None
+    ) -> tuple[I64Array, I64Array]:
+        pool = self.pool
+        first = layer * self._n_neurons
+        taken, rows = pool.take(ids, most, self.row_of[layer], self.in_flight[layer], first, guessed)
+        self.used[layer] += len(taken)
+        self.n_in_flight[layer] += len(taken)
+        up_bias, gate_bias = self._up_bias[layer], self._gate_bias[layer]
+        if up_bias is not None and pool.up_bias is not None:
+            pool.up_bias[rows] = up_bias[taken]
+        if gate_bias is not None and pool.gate_bias is not None:
+            pool.gate_bias[rows] = gate_bias[taken]
+        return taken, rows
 
     def settle(self, layer: int, ids: I64Array) -> None:
         """These neurons' rows have arrived."""
@@ -268,16 +292,19 @@ class Window:
         if n <= 0:
             return
         last = self._last[layer]
-        ids = kernels.least_rows(
+        step = _NO_STEP if requested_now else self.step
+        gone, were_guessed = self.pool.evict(
+            n,
             self.row_of[layer],
             self.in_flight[layer],
             last,
-            _NO_STEP if requested_now else self.step,
+            step,
             self.policy.values(layer, last),
             self._guessed[layer],
-            n,
         )
-        self._evict(layer, ids)
+        self.used[layer] -= gone
+        self.evicted += gone
+        self._n_guessed[layer] -= were_guessed
 
     def _evict(self, layer: int, ids: I64Array) -> None:
         self.pool.give_back(ids, self.row_of[layer])

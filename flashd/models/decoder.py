@@ -167,6 +167,10 @@ class Decoder:
                 return
             if state.cancelled():
                 raise ForwardCancelled
+            if state.layer == 0:
+                first = self._layers[0]
+                norm = first.ffn_norm if self.spec.norm_first else first.attn_norm
+                self._lane_ffn.begin_step(partial(norm, state.x), loop)
             attention = partial(self._attention, state.layer, state)
             state.ffn = self._lane_ffn.apply_on_lane(state.layer, attention, loop)
             state.layer += 1

@@ -58,6 +58,17 @@ class Predictor(ABC):
         """
         return None
 
+    def first_guess(self, x: F32Array) -> I64Array | None:
+        """Neurons that layer 0 will probably request, at which no layer looks ahead.
+
+        Args:
+            x: ``[B, d_model]`` float32, what its FFN input would be if its attention gave nothing.
+
+        Returns:
+            As ``lookahead``.
+        """
+        return self.predict(0, x)[0]
+
     def predict_prompt(self, layer: int, x: F32Array) -> BoolArray:
         """Masks ``bool[tokens, n_neurons]`` of any number of tokens, each the same as by ``predict``."""
         mask = np.zeros((len(x), self.n_neurons), np.bool_)

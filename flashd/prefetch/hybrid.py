@@ -62,6 +62,11 @@ class HybridFFN:
         """See ``LaneFFNSource.on_lane``: decoding, of what is not streamed."""
         return n_tokens <= MAX_BATCH and not isinstance(self._parts[layer], StreamingFFN)
 
+    def begin_step(self, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop) -> None:
+        """See ``LaneFFNSource.begin_step``."""
+        if self.sparse is not None:
+            self.sparse.begin_step(x, loop)
+
     def apply_on_lane(
         self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
     ) -> Callable[[], F32Array]:

@@ -17,14 +17,3 @@ def round_end(missing: I64Array, start: int, count: int, room: int) -> int:
         room: rows.
     """
     return count if len(missing) <= room else int(missing[room]) if room else int(missing[0])
-
-
-def worth_reading(guess: I64Array, rows: I64Array, room: int) -> I64Array:
-    """Neurons of a guess to read early: those without a row, as many as there is room for.
-
-    Args:
-        guess: ``[m]`` ascending.
-        rows: ``[m]``, row of each, negative where it has none.
-        room: rows that may be read.
-    """
-    return guess[rows < 0][: max(0, room)]

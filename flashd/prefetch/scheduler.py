@@ -84,54 +84,52 @@ class RowReads:
         self._lane.stats.memory_ns -= spent_ns
         return read
 
-    def wait(self, read: RowRead, *, memory_work: bool = False) -> None:
+    def wait(self, read: RowRead) -> None:
         """Wait until a read has ended, well or not; counts as waiting for flash.
 
         Args:
             read: one of the open ones, or one that has ended.
-            memory_work: called inside of ``ComputeLane.memory_work``.
 
         Raises:
             RuntimeError: the lane was closed meanwhile.
         """
-        ticket = read.ticket
-        if ticket is None:
+        if read.ticket is None:
             return
-        since_ns, over = time.perf_counter_ns(), False
-        while True:
-            try:
-                over = ticket.wait(_PATIENCE_S)
-            except Exception as exc:
-                read.error, over = exc, True
-            if over or self._lane.closed:
+        since_ns = time.perf_counter_ns()
+        while not self._over(read, _PATIENCE_S):
+            if self._lane.closed:
                 break
         spent_ns = time.perf_counter_ns() - since_ns
         self._stats.wait_ns += spent_ns
-        if memory_work:
-            self._lane.stats.memory_ns -= spent_ns
-        else:
-            self._lane.stats.compute_ns -= spent_ns
-        if not over:
+        self._lane.stats.compute_ns -= spent_ns
+        if read.ticket is not None:
             raise RuntimeError("the compute lane was closed while it waited for a read")
-        read.ticket = None
 
-    def ended(self, layer: int | None = None) -> list[RowRead]:
-        """Reads that have ended since the last time, failed or not; each is told once. To be called inside of
-        ``ComputeLane.memory_work``.
-
-        Args:
-            layer: it will wait for what is on its way to it anyway, and its rows can as well be checked
-                then, while others are read.
-        """
-        over = []
-        for read in self.open:
-            if read.ticket is not None and read.layer != layer and read.ticket.done():
-                self.wait(read, memory_work=True)
-            if read.ticket is None:
-                over.append(read)
+    def ended(self) -> list[RowRead]:
+        """Reads that have ended since the last time, failed or not; each is told once. Counts as waiting for
+        flash; to be called inside of ``ComputeLane.memory_work``."""
+        if not self.open:
+            return []
+        since_ns = time.perf_counter_ns()
+        over = [read for read in self.open if self._over(read, 0.0)]
+        spent_ns = time.perf_counter_ns() - since_ns
+        self._stats.wait_ns += spent_ns
+        self._lane.stats.memory_ns -= spent_ns
         if over:
             self.open = [read for read in self.open if read.ticket is not None]
         return over
+
+    def _over(self, read: RowRead, timeout_s: float) -> bool:
+        """Whether a read has ended, or ends within some time."""
+        if read.ticket is None:
+            return True
+        try:
+            if not read.ticket.wait(timeout_s):
+                return False
+        except Exception as exc:
+            read.error = exc
+        read.ticket = None
+        return True
 
     async def drain(self) -> None:
         """Wait for everything in flight."""

@@ -25,7 +25,7 @@ from flashd.kernels.lane import ComputeLane
 from flashd.memory.window import Split, Window
 from flashd.predictor.base import Predictor
 from flashd.prefetch.benefit import PrefetchBenefit
-from flashd.prefetch.plan import round_end, worth_reading
+from flashd.prefetch.plan import round_end
 from flashd.prefetch.scheduler import RowRead, RowReads
 from flashd.prefetch.work import Work
 from flashd.stats import SparseStats, StreamStats
@@ -90,7 +90,7 @@ class SparseFFN:
         self.window = window
         self.reads = RowReads(store, window.pool.matrix, lane, self.waits)
         masked = [layer for layer in range(geometry.n_layers) if predictor.masked(layer)]
-        self.benefit = PrefetchBenefit(prefetch, [i for i in masked if i > 0], geometry.n_layers)
+        self.benefit = PrefetchBenefit(prefetch, masked, geometry.n_layers)
         self._geometry = geometry
         self._lane = lane
         self._predictor = predictor
@@ -157,7 +157,7 @@ class SparseFFN:
             loop=loop,
         )
         with self._lane.memory_work():
-            self._note_ended(layer)
+            self._note_ended()
             parts = self._request(work)
             here = self._plan_round(work, parts)
         self._guess(layer, made, loop)
@@ -178,13 +178,22 @@ class SparseFFN:
         self._settle()
         self._guess(layer, x, loop)
 
+    def begin_step(self, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop) -> None:
+        """See ``LaneFFNSource.begin_step``. No layer looks ahead at the first one: its own predictor guesses
+        from its input without its attention, as long as that pays."""
+        if 0 in self._masked and self.benefit.wants(0):
+            self._settle()
+            self._read_ahead(0, self._predictor.first_guess(x()), loop)
+
     def _guess(self, layer: int, x: F32Array, loop: asyncio.AbstractEventLoop) -> None:
         following = layer + 1
         if following not in self._masked or not self.benefit.wants(following):
             return
-        guess = self._predictor.lookahead(layer, x)
+        self._read_ahead(following, self._predictor.lookahead(layer, x), loop)
+
+    def _read_ahead(self, layer: int, guess: I64Array | None, loop: asyncio.AbstractEventLoop) -> None:
         if guess is None:
-            self.benefit.cannot(following)
+            self.benefit.cannot(layer)
             return
         with self._lane.memory_work():
             window, pool = self.window, self.window.pool
@@ -192,10 +201,12 @@ class SparseFFN:
             # that are needed.
             in_flight = sum(len(read.ids) for read in self.reads.open if read.prefetch)
             room = min(self._prefetch_rows - in_flight, pool.n_free // 2)
-            ids = worth_reading(guess, window.row_of[following][guess], room)
+            if room <= 0:
+                return
+            ids, rows = window.guess(layer, guess, room)
             if len(ids):
-                self._read(following, ids, loop, prefetch=True)
-                self._guessed[following] += len(ids)
+                self.reads.start(RowRead(layer, ids, rows, prefetch=True), loop)
+                self._guessed[layer] += len(ids)
                 self.stats.prefetched += len(ids)
 
     def _request(self, work: Work) -> Split:
@@ -250,8 +261,9 @@ class SparseFFN:
         work.demand = None
         work.coming, work.missing = parts.coming, parts.missing
         if len(parts.missing):
-            work.demand = self._read(layer, work.ids[parts.missing], work.loop)
-            work.rows[parts.missing] = work.demand.rows
+            ids = work.ids[parts.missing]
+            work.rows[parts.missing] = rows = window.insert(layer, ids)
+            work.demand = self.reads.start(RowRead(layer, ids, rows, prefetch=False), work.loop)
             self.stats.demand += len(parts.missing)
         return parts.here
 
@@ -269,20 +281,14 @@ class SparseFFN:
         if not pool.n_free:
             window.release(work.layer, work.ids[: work.start : -1], least)
 
-    def _read(
-        self, layer: int, ids: I64Array, loop: asyncio.AbstractEventLoop, *, prefetch: bool = False
-    ) -> RowRead:
-        rows = self.window.insert(layer, ids, guessed=prefetch)
-        return self.reads.start(RowRead(layer, ids, rows, prefetch), loop)
-
     def _settle(self) -> None:
         """Take note of the reads that have ended."""
         with self._lane.memory_work():
             self._note_ended()
 
-    def _note_ended(self, layer: int | None = None) -> None:
+    def _note_ended(self) -> None:
         """See ``RowReads.ended``; inside of ``ComputeLane.memory_work``."""
-        for read in self.reads.ended(layer):
+        for read in self.reads.ended():
             if read.error is None:
                 self.window.settle(read.layer, read.ids)
             else:

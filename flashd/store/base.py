@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import numpy as np
 
-from flashd.disk.engine import ReadTicket
+from flashd.disk.engine import ReadTicket, RowCheck
 from flashd.stats import CheckStats, ReadStats
 from flashd.store.tickets import LoopTicket
 from flashd.types import FFNGeometry, I64Array, U8Array
@@ -20,8 +20,10 @@ class WeightStore(ABC):
         name: what ``flashd doctor``, logs and metrics call it, e.g. ``file/uring``.
         geometry: shape of the rows.
         alignment_bytes: destinations must start on this (1: anywhere).
+        has_tickets: whether ``start_rows`` reads without the event loop.
     """
 
+    has_tickets = False
     name: str
     geometry: FFNGeometry
     alignment_bytes: int
@@ -73,6 +75,7 @@ class WeightStore(ABC):
         loop: asyncio.AbstractEventLoop,
         *,
         prefetch: bool = False,
+        check: RowCheck | None = None,
     ) -> ReadTicket:
         """Begin what ``read_rows`` does, from a thread that waits for it by itself.
 
@@ -80,17 +83,14 @@ class WeightStore(ABC):
             layer, ids, out, rows, prefetch: as for ``read_rows``. ``ids`` and ``rows`` must not change.
             loop: the store's event loop, which runs in another thread: a store without tickets of its own
                 reads there.
+            check: rows to check while they arrive, where the store has tickets of its own and they lie so
+                that it can (``ReadTicket.checked``).
 
         Returns:
             What to wait for, before the store is closed. It raises what ``read_rows`` raises, unless that
             was raised here.
         """
         return LoopTicket(self.read_rows(layer, ids, out, rows, prefetch=prefetch), loop)
-
-    @property
-    def has_tickets(self) -> bool:
-        """Whether ``start_rows`` reads without the event loop."""
-        return False
 
     @property
     def busy_ns(self) -> int | None:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import numpy as np
 
-from flashd.disk.engine import MAX_DESTINATIONS, ReadBatch, ReadEngine, ReadTicket, RowBatch
+from flashd.disk.engine import MAX_DESTINATIONS, ReadBatch, ReadEngine, ReadTicket, RowBatch, RowCheck
 from flashd.errors import BundleCorruptError, DiskReadError
 from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
-from flashd.store.tickets import NamedTicket, of_layer
+from flashd.store.tickets import LayerTicket, of_layer
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 # Longest read of scattered rows. Longer ones are hardly faster, and a read that takes much longer than
@@ -46,6 +45,7 @@ class BundleFileStore(WeightStore):
         self.name = f"file/{engine.name}"
         self.geometry = geometry
         self.alignment_bytes = engine.alignment_bytes
+        self.has_tickets = engine.has_tickets
         self._layer_offset_bytes = tuple(layer_offset_bytes)
         stride = geometry.stride_bytes
         # Rows that go through scratch memory are read one by one: merging over a gap saves nothing.
@@ -104,36 +104,37 @@ class BundleFileStore(WeightStore):
         loop: asyncio.AbstractEventLoop,
         *,
         prefetch: bool = False,
+        check: RowCheck | None = None,
     ) -> ReadTicket:
         """See ``WeightStore.start_rows``."""
-        if not len(ids) or not self.engine.has_tickets:
+        if not len(ids) or not self.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
         if rows is None or self._last_out() is not out:  # these checks take as long as the rest
             self.check_request(layer, 0, 0, len(ids) if rows is None else len(out), out)
             self._last_out = weakref.ref(out)
         elif not 0 <= layer < self.geometry.n_layers:
             raise IndexError(f"layer {layer} of {self.geometry.n_layers}")
-        if ids.dtype != np.int64 or (rows is not None and rows.dtype != np.int64):
-            self.check_rows(layer, ids, out, rows)
         try:
-            ticket = self.engine.start_rows(self._batch(layer, ids, out, rows), prefetch=prefetch)
-        except ValueError:
+            ticket = self.engine.start_rows(self._batch(layer, ids, out, rows, check), prefetch=prefetch)
+        except (TypeError, ValueError):
             # The engine has looked at all of them, which takes as long here again: only for the message.
             self.check_rows(layer, ids, out, rows)
             raise
-        return NamedTicket(ticket, partial(of_layer, layer=layer))
-
-    @property
-    def has_tickets(self) -> bool:
-        """See ``WeightStore.has_tickets``."""
-        return self.engine.has_tickets
+        return LayerTicket(ticket, layer)
 
     @property
     def busy_ns(self) -> int | None:
         """See ``WeightStore.busy_ns``."""
         return self.engine.busy_ns
 
-    def _batch(self, layer: int, ids: I64Array, out: U8Array, rows: I64Array | None) -> RowBatch:
+    def _batch(
+        self,
+        layer: int,
+        ids: I64Array,
+        out: U8Array,
+        rows: I64Array | None,
+        check: RowCheck | None = None,
+    ) -> RowBatch:
         return RowBatch(
             self._layer_offset_bytes[layer],
             ids,
@@ -142,6 +143,7 @@ class BundleFileStore(WeightStore):
             self.max_gap_neurons,
             self._max_run_neurons,
             self.geometry.n_neurons,
+            check,
         )
 
     async def close(self) -> None:

@@ -27,7 +27,7 @@ UNKNOWN_NS_PER_BYTE = 20.0
 _MEMORY = 0.9
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sample:
     """``count`` rows from ``start`` on, going on at 0 behind the last row, and what they may cost."""
 
@@ -74,7 +74,7 @@ class CheckBudget:
         # Rounded up as often as the fraction says: else a read of a few rows would never be checked.
         count = min(n_rows, int(affordable + self._random.random()))
         self._level_ns -= count * row_ns
-        return Sample(self._random.randrange(max(1, n_rows)), count, count * row_ns)
+        return Sample(int(self._random.random() * n_rows), count, count * row_ns)
 
     def settle(self, spent_ns: int, n_bytes: int, must_bytes: int = 0, reserved_ns: float = 0.0) -> None:
         """Say what a check took.

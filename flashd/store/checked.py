@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashd import kernels
-from flashd.disk.engine import FOREVER_S, ReadTicket
+from flashd.disk.engine import FOREVER_S, Checked, ReadTicket, RowCheck
 from flashd.errors import BundleCorruptError
 from flashd.layout.manifest import BUNDLE, ZARR
 from flashd.stats import CheckStats
 from flashd.store.base import WeightStore, WrappedStore
-from flashd.store.check_budget import CheckBudget
+from flashd.store.check_budget import CheckBudget, Sample
 from flashd.types import BoolArray, I64Array, U8Array, U32Array
 
 log = logging.getLogger("flashd.store")
@@ -61,6 +61,18 @@ class _Plan(NamedTuple):
     reserved_ns: float = 0.0
 
 
+class _Wrong(NamedTuple):
+    """How many neurons' bytes differ from their checksum, and the first of them."""
+
+    n: int
+    first: int
+
+    @classmethod
+    def of(cls, neurons: I64Array) -> _Wrong:
+        """Of some neurons."""
+        return cls(len(neurons), int(neurons[0]) if len(neurons) else -1)
+
+
 class CheckedStore(WrappedStore):
     """Compares rows with their checksums; a mismatch is read again once, then it is an error.
 
@@ -87,12 +99,16 @@ class CheckedStore(WrappedStore):
         budget: CheckBudget | None = None,
     ) -> None:
         super().__init__(inner)
+        self.has_tickets = inner.has_tickets
         self.stats = CheckStats()
         self._sums = sums
         self._file = directory / (ZARR if inner.name.startswith("zarr") else BUNDLE)
         self._every_read = every_read
+        self._row_bytes = inner.geometry.stride_bytes
         self._budget = budget or CheckBudget()
         self._trusted = np.zeros(sums.shape, np.bool_)
+        # By layer; making a view takes longer than using one.
+        self._sums_of, self._trusted_of = list(sums), list(self._trusted)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flashd-check")
         self._lock = (
             threading.Lock()
@@ -150,23 +166,21 @@ class CheckedStore(WrappedStore):
         loop: asyncio.AbstractEventLoop,
         *,
         prefetch: bool = False,
+        check: RowCheck | None = None,
     ) -> ReadTicket:
-        """See ``WeightStore.start_rows``. Where the store below has tickets, whoever waits for one checks the
-        rows, at the end."""
-        if not self.inner.has_tickets:
+        """See ``WeightStore.start_rows``. Where the store below has tickets, the thread that reads checks the
+        rows, or where it does not, whoever waits for them."""
+        if not self.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
         if self._closed:
             raise ValueError(f"{self._file}: the store is closed")
+        if not 0 <= layer < self.geometry.n_layers:
+            raise IndexError(f"layer {layer} of {self.geometry.n_layers}")
 
-        def start() -> ReadTicket:
-            return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+        def start(check: RowCheck) -> ReadTicket:
+            return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch, check=check)
 
         return _Ticket(self, _Rows(layer, ids, len(ids), out, rows), start)
-
-    @property
-    def has_tickets(self) -> bool:
-        """See ``WeightStore.has_tickets``."""
-        return self.inner.has_tickets
 
     @property
     def busy_ns(self) -> int | None:
@@ -200,58 +214,76 @@ class CheckedStore(WrappedStore):
         bad = await self._wrong(rows, plan)
         if not bad.size:
             return
-        again = self.again(rows)
+        with self._lock:
+            self.stats.rereads += 1
+            self.stats.rows += rows.n
         await read_again()
-        self.judge(rows, bad, await self._wrong(rows, again))
+        still_bad = await self._wrong(rows, _Plan(None, rows.n))
+        self.judge(rows, _Wrong.of(bad), _Wrong.of(still_bad))
 
-    def wrong(self, rows: _Rows, plan: _Plan | None = None) -> I64Array:
-        """Check what was read, in this thread.
+    def plan_check(self, rows: _Rows, *, again: bool = False) -> tuple[Sample, RowCheck]:
+        """What of a read to check where that is done by whoever reads, and what was reserved for it; of one
+        that is made again because something was wrong, everything."""
+        n, layer, stats = rows.n, rows.layer, self.stats
+        with self._lock:
+            stats.rows += n
+            stats.rereads += again
+            everything = self._every_read or again
+            sample = Sample(0, n, 0.0) if everything else self._budget.sample(n, self._row_bytes)
+        return sample, RowCheck(self._sums_of[layer], self._trusted_of[layer], sample.start, sample.count)
 
-        Args:
-            rows: that were read.
-            plan: which of them; None: what is due.
+    def found(self, rows: _Rows, sample: Sample, checked: Checked | None) -> _Wrong:
+        """What has come of a check; made in this thread where whoever has read did not."""
+        if checked is None:
+            return _Wrong.of(self._checked_here(rows, sample))
+        n_rows, n_untrusted, n_wrong, first_wrong, time_ns = checked
+        row_bytes, stats = self._row_bytes, self.stats
+        must = n_rows if self._every_read else n_untrusted
+        with self._lock:
+            if n_rows:
+                self._budget.settle(time_ns, n_rows * row_bytes, must * row_bytes, sample.reserved_ns)
+            stats.checked_rows += n_rows
+            stats.mismatched_rows += n_wrong
+            stats.check_ns += time_ns
+        return _Wrong(n_wrong, first_wrong)
 
-        Returns:
-            Neurons whose bytes differ from their checksum.
-        """
-        plan = plan or self._plan(rows)
+    def _checked_here(self, rows: _Rows, sample: Sample) -> I64Array:
+        plan = self._plan_of(rows, sample)
         n_checked = rows.n if plan.places is None else len(plan.places)
         if not n_checked:
             return _NONE
         got = np.empty(n_checked, np.uint32)
         return self._judged(rows, plan, got, _sum(rows, got, plan.places))
 
-    def again(self, rows: _Rows) -> _Plan:
-        """Something was wrong, and the rows are about to be read again: all of them are checked then."""
-        with self._lock:
-            self.stats.rereads += 1
-            self.stats.rows += rows.n
-        return _Plan(None, rows.n)
-
-    def judge(self, rows: _Rows, bad: I64Array, still_bad: I64Array) -> None:
+    def judge(self, rows: _Rows, wrong: _Wrong, still_wrong: _Wrong) -> None:
         """Neurons that were wrong at first, and those that are wrong again: is that an error?"""
-        if still_bad.size:
+        if still_wrong.n:
             raise BundleCorruptError(
-                f"{self._file}: layer {rows.layer}, neuron {still_bad[0]}: checksum mismatch "
-                f"({still_bad.size} of {rows.n} rows); see `flashd verify`, then copy the bundle again or "
+                f"{self._file}: layer {rows.layer}, neuron {still_wrong.first}: checksum mismatch "
+                f"({still_wrong.n} of {rows.n} rows); see `flashd verify`, then copy the bundle again or "
                 "convert again"
             )
         log.warning(
             "%s: layer %d, neuron %d: checksum mismatch (%d of %d rows), right when read again; "
             "check the device (dmesg) and the memory",
-            *(self._file, rows.layer, bad[0], bad.size, rows.n),
+            *(self._file, rows.layer, wrong.first, wrong.n, rows.n),
         )
 
     def _plan(self, rows: _Rows) -> _Plan:
         """First reads and suspects, and of the others as many as there is time for."""
         with self._lock:
             self.stats.rows += rows.n
+            trusted = self._trusted[rows.layer][rows.where]
+            all_of_them = self._every_read or not trusted.any()
+            sample = None if all_of_them else self._budget.sample(rows.n, self._row_bytes)
+        return _Plan(None, rows.n) if sample is None else self._plan_of(rows, sample)
+
+    def _plan_of(self, rows: _Rows, sample: Sample) -> _Plan:
+        """First reads and suspects beside a sample."""
         trusted: BoolArray = self._trusted[rows.layer][rows.where]
         n_must = rows.n - int(np.count_nonzero(trusted))
-        if self._every_read or n_must == rows.n:
-            return _Plan(None, rows.n)
-        with self._lock:
-            sample = self._budget.sample(rows.n, self.geometry.stride_bytes)
+        if n_must == rows.n or sample.count == rows.n:
+            return _Plan(None, rows.n if self._every_read else n_must, sample.reserved_ns)
         places: I64Array = np.arange(sample.start, sample.start + sample.count)
         if sample.start + sample.count > rows.n:
             places %= rows.n
@@ -263,7 +295,7 @@ class CheckedStore(WrappedStore):
 
     async def _wrong(self, rows: _Rows, plan: _Plan) -> I64Array:
         """Neurons whose bytes differ from their checksum; the others of the plan are trusted now."""
-        row_bytes = self.geometry.stride_bytes
+        row_bytes = self._row_bytes
         n_checked = rows.n if plan.places is None else len(plan.places)
         if not n_checked:
             return _NONE
@@ -279,7 +311,7 @@ class CheckedStore(WrappedStore):
     def _judged(self, rows: _Rows, plan: _Plan, got: U32Array, spent_ns: int) -> I64Array:
         """Neurons whose sum ``got`` is wrong; counts what was checked."""
         bad = self._compare(rows, got, plan.places)
-        row_bytes = self.geometry.stride_bytes
+        row_bytes = self._row_bytes
         with self._lock:
             nbytes, must = len(got) * row_bytes, plan.n_must * row_bytes
             self._budget.settle(spent_ns, nbytes, must, plan.reserved_ns)
@@ -301,15 +333,17 @@ class CheckedStore(WrappedStore):
 
 
 class _Ticket(ReadTicket):
-    """Rows that whoever waits for them checks."""
+    """Rows that are checked as they arrive, or by whoever waits for them."""
 
-    def __init__(self, store: CheckedStore, rows: _Rows, start: Callable[[], ReadTicket]) -> None:
+    __slots__ = ("_first", "_inner", "_plan", "_rows", "_start", "_store")
+
+    def __init__(self, store: CheckedStore, rows: _Rows, start: Callable[[RowCheck], ReadTicket]) -> None:
         self._store = store
         self._rows = rows
         self._start = start
-        self._inner = start()
-        self._bad = _NONE  # of the first read; while there are any, `_inner` is the second
-        self._again: _Plan | None = None
+        self._first: _Wrong | None = None  # of the first read, once `_inner` is the second
+        self._plan, check = store.plan_check(rows)
+        self._inner = start(check)
 
     def done(self) -> bool:
         """See ``ReadTicket.done``."""
@@ -319,12 +353,13 @@ class _Ticket(ReadTicket):
         """See ``ReadTicket.wait``. Reading again may take as long once more."""
         if not self._inner.wait(timeout_s):
             return False
-        bad = self._store.wrong(self._rows, self._again)
-        if self._again is not None:
-            self._store.judge(self._rows, self._bad, bad)
-        elif bad.size:
-            self._bad, self._again = bad, self._store.again(self._rows)
-            self._inner = self._start()
+        wrong = self._store.found(self._rows, self._plan, self._inner.checked)
+        if self._first is not None:
+            self._store.judge(self._rows, self._first, wrong)
+        elif wrong.n:
+            self._first = wrong
+            self._plan, check = self._store.plan_check(self._rows, again=True)
+            self._inner = self._start(check)
             return self.wait(timeout_s)
         return True
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flashd.disk.engine import FOREVER_S, ReadTicket
+from flashd.disk.engine import FOREVER_S, ReadTicket, RowCheck
 from flashd.stats import CheckStats, ReadStats, StoreStats
 from flashd.store.base import WeightStore, WrappedStore
 from flashd.types import I64Array, U8Array
@@ -60,6 +60,7 @@ class MeteredStore(WrappedStore):
 
     def __init__(self, inner: WeightStore) -> None:
         super().__init__(inner)
+        self.has_tickets = inner.has_tickets
         self.stats = _Counters(inner)
         self._outstanding = 0
         self._counted_until_ns = 0
@@ -86,17 +87,13 @@ class MeteredStore(WrappedStore):
         loop: asyncio.AbstractEventLoop,
         *,
         prefetch: bool = False,
+        check: RowCheck | None = None,
     ) -> ReadTicket:
         """See ``WeightStore.start_rows``."""
-        if not self.inner.has_tickets:
+        if not self.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
-        ticket = self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
+        ticket = self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch, check=check)
         return _Ticket(self, ticket, len(ids) * self.geometry.stride_bytes)
-
-    @property
-    def has_tickets(self) -> bool:
-        """See ``WeightStore.has_tickets``."""
-        return self.inner.has_tickets
 
     @property
     def busy_ns(self) -> int | None:
@@ -141,6 +138,8 @@ class MeteredStore(WrappedStore):
 
 class _Ticket(ReadTicket):
     """A call that a thread waits for."""
+
+    __slots__ = ("_inner", "_nbytes", "_store")
 
     def __init__(self, store: MeteredStore, inner: ReadTicket, nbytes: int) -> None:
         self._store = store

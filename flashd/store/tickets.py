@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import wait
 from typing import Any
 
@@ -35,23 +35,26 @@ class LoopTicket(ReadTicket):
 
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""
-        if not wait([self._future], timeout_s).done:
+        if not self._future.done() and not wait([self._future], timeout_s).done:
             return False
         self._future.result()
         return True
 
 
-class NamedTicket(ReadTicket):
-    """Another one, whose errors are told in other words.
+class LayerTicket(ReadTicket):
+    """Another one, whose errors name the layer beside file and offset.
 
     Args:
         inner: the other one.
-        renamed: from an error to the one to raise.
+        layer: of the rows.
     """
 
-    def __init__(self, inner: ReadTicket, renamed: Callable[[Exception], Exception]) -> None:
+    __slots__ = ("_inner", "_layer", "checked")
+
+    def __init__(self, inner: ReadTicket, layer: int) -> None:
         self._inner = inner
-        self._renamed = renamed
+        self._layer = layer
+        self.checked = None
 
     def done(self) -> bool:
         """See ``ReadTicket.done``."""
@@ -59,10 +62,13 @@ class NamedTicket(ReadTicket):
 
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""
+        inner = self._inner
         try:
-            return self._inner.wait(timeout_s)
+            over = inner.wait(timeout_s)
         except Exception as exc:
-            raise self._renamed(exc) from exc
+            raise of_layer(exc, self._layer) from exc
+        self.checked = inner.checked
+        return over
 
 
 def of_layer(error: Exception, layer: int) -> Exception:

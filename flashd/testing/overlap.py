@@ -39,6 +39,7 @@ from flashd.memory.pool import RowPool
 from flashd.memory.window import Window
 from flashd.models.decoder import Decoder, Span
 from flashd.predictor.base import Predictor
+from flashd.prefetch.hybrid import HybridFFN
 from flashd.prefetch.sparse import SparseFFN
 from flashd.store.bundle_file import BundleFileStore
 from flashd.store.metered import MeteredStore
@@ -59,7 +60,7 @@ class OverlapOptions:
 
     Attributes:
         d_model: its FFN rows are ``2 * d_model`` float16.
-        n_layers: the first has no lookahead, so its reads are never hidden.
+        n_layers: the first is guessed before its attention, the others one layer ahead.
         n_neurons: of a layer.
         requested: neurons that a layer requests at each step, at random.
         steps: measured, of each setting in each round.
@@ -141,6 +142,12 @@ class _Scripted(Predictor):
             self._step += 1
         ids = self._wanted[self._step % _CYCLE_STEPS, layer]
         return ids, np.ones((len(x), len(ids)), np.bool_)
+
+    def first_guess(self, x: F32Array) -> I64Array | None:
+        """See ``Predictor.first_guess``; of the step that is about to begin."""
+        if self._guesses is None:
+            return None
+        return np.ascontiguousarray(self._guesses[(self._step + 1) % _CYCLE_STEPS, 0])
 
     def lookahead(self, layer: int, x: F32Array) -> I64Array | None:
         """See ``Predictor.lookahead``."""
@@ -234,15 +241,18 @@ class _Setting:
         pool = RowPool(aligned_empty(n_rows * geometry.stride_bytes).reshape(n_rows, -1), n_rows)
         capacity = [options.requested] * options.n_layers
         window = Window(pool, options.n_layers, options.n_neurons, capacity, LeastRecent())
-        self.ffn = SparseFFN(
+        predictor = _Scripted(options, name)
+        sparse = SparseFFN(
             self.store,
             model.lane,
-            _Scripted(options, name),
+            predictor,
             window,
             model.spec.activation,
             _NoPrompt(),
             prefetch="off" if name == "off" else "auto",
         )
+        self.benefit = sparse.benefit
+        self.ffn = HybridFFN(predictor, sparse, {}, None, sparse.waits)
         self.decoder = Decoder(model.spec, model.weights, self.ffn, model.lane)
         self.kv = ContiguousKV(model.spec, model.spec.max_context, "f16")
         self.logits: list[F32Array] = []
@@ -264,7 +274,7 @@ class _Setting:
         return {
             "step_ms": time.perf_counter_ns(),
             "flash_busy_ms": self.store.stats.busy_ns,
-            "flash_wait_ms": self.ffn.waits.wait_ns,
+            "flash_wait_ms": self.ffn.stats.wait_ns,
             "compute_ms": self.lane.stats.compute_ns,
             "memory_ms": self.lane.stats.memory_ns,
         }
@@ -276,7 +286,7 @@ class _Setting:
         rounds = zip(self.taken, off.taken, strict=True)
         return OverlapRow(
             setting=self.name,
-            prefetch_layers=self.ffn.benefit.layers if self.ffn.benefit.preferred else 0,
+            prefetch_layers=self.benefit.layers if self.benefit.preferred else 0,
             bound=median(s["step_ms"] / max(s["flash_busy_ms"], s["compute_ms"]) for s in steps),
             beside_off=median(_step_ms(mine) / _step_ms(theirs) for mine, theirs in rounds),
             **cost,

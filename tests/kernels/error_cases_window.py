@@ -35,20 +35,35 @@ WINDOW_CASES: dict[str, Case] = {
         "request_rows: last is read-only, expected a writeable array",
         lambda m: m.request_rows(i64(0), 1, frozen(i32(4)), flags(4), i32(4), flags(4)),
     ),
-    "least_rows of fewer than none": (
+    "evict_rows of fewer than none": (
         ValueError,
-        "least_rows: k is -1, expected at least 0",
-        lambda m: m.least_rows(i32(4), flags(4), i32(4), 0, i32(4), flags(4), -1),
+        "evict_rows: k is -1, expected at least 0",
+        lambda m: m.evict_rows(i32(4), flags(4), i32(4), 0, i32(4), flags(4), -1, i64(0), i64(0), 0),
     ),
-    "least_rows of doubles": (
+    "evict_rows of doubles": (
         TypeError,
-        "least_rows: value has dtype float64, expected float32 or int32",
-        lambda m: m.least_rows(i32(4), flags(4), i32(4), 0, np.zeros(4), flags(4), 1),
+        "evict_rows: value has dtype float64, expected float32 or int32",
+        lambda m: m.evict_rows(i32(4), flags(4), i32(4), 0, np.zeros(4), flags(4), 1, i64(0), i64(0), 0),
+    ),
+    "evict_rows into a full list": (
+        ValueError,
+        "evict_rows: n_free is 1, expected 0..0",
+        lambda m: m.evict_rows(i32(1), flags(1), i32(1), 1, i32(1), flags(1), 1, i64(0), i64(0), 1),
     ),
     "take_rows that are not there": (
         ValueError,
-        "take_rows: n_free is 1, expected 2..3",
-        lambda m: m.take_rows(i64(0, 1), 0, i32(4), i64(0, 0, 0), i64(0, 0, 0), 1),
+        "take_rows: most is 2, expected 0..1",
+        lambda m: m.take_rows(i64(0, 1), 2, 0, i32(4), flags(4), i64(0, 0, 0), i64(0, 0, 0), 1),
+    ),
+    "take_rows of a pool that is smaller": (
+        ValueError,
+        "take_rows: n_free is 4, expected 0..3",
+        lambda m: m.take_rows(i64(0, 1), 2, 0, i32(4), flags(4), i64(0, 0, 0), i64(0, 0, 0), 4),
+    ),
+    "take_rows out of order": (
+        ValueError,
+        "take_rows: ids is 0 at 1, expected more than 1",
+        lambda m: m.take_rows(i64(1, 0), 1, 0, i32(4), flags(4), i64(0, 0, 0), i64(0, 0, 0), 1),
     ),
     "drop_rows beyond the pool": (
         ValueError,

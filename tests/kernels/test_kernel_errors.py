@@ -74,10 +74,22 @@ def valid(verb: str) -> dict[str, Any]:
         "find_rows": {"ids": np.arange(2), "row_of": i32(4), "in_flight": nobody},
         "request_rows": {"ids": np.arange(2), "step": 3, "last": i32(4), "guessed": nobody.copy()}
         | {"row_of": i32(4), "in_flight": nobody, "count": f32(4), "credit": 0.5},
-        "least_rows": {"row_of": i32(4), "in_flight": nobody, "last": i32(4), "step": 3, "value": f32(4)}
-        | {"guessed": nobody, "k": 2},
-        "take_rows": {"ids": np.arange(2), "first": 8, "row_of": i32(4), "owner": np.zeros(3, np.int64)}
-        | {"free": np.arange(3), "n_free": 2},
+        "evict_rows": {"row_of": i32(4) - 1, "in_flight": nobody, "last": i32(4), "step": 3, "value": f32(4)}
+        | {
+            "guessed": nobody.copy(),
+            "k": 2,
+            "owner": np.zeros(3, np.int64),
+            "free": np.arange(3),
+            "n_free": 0,
+        },
+        "take_rows": {
+            "ids": np.arange(2),
+            "most": 2,
+            "first": 8,
+            "row_of": i32(4),
+            "in_flight": nobody.copy(),
+        }
+        | {"owner": np.zeros(3, np.int64), "free": np.arange(3), "n_free": 2, "guessed": nobody.copy()},
         "drop_rows": {
             "ids": np.arange(2),
             "row_of": np.arange(4, dtype=np.int32),
@@ -93,6 +105,8 @@ VERBS = sorted(set(twin.__all__) - NO_ARRAYS)
 # By verb and name; where no verb is given, of every verb.
 WRITTEN = {"out", "acc", "predict scores", "rope x", "request_rows last", "request_rows guessed"}
 WRITTEN |= {"request_rows count", "owner", "take_rows row_of", "drop_rows row_of", "drop_rows free"}
+WRITTEN |= {f"evict_rows {name}" for name in ("row_of", "guessed", "free")}
+WRITTEN |= {f"take_rows {name}" for name in ("in_flight", "guessed")}
 OPTIONAL = {
     "bias",
     "up_bias",
@@ -103,6 +117,7 @@ OPTIONAL = {
     "b2",
     "predict scores",
     "request_rows count",
+    "take_rows guessed",
 }
 
 

@@ -85,7 +85,7 @@ def test_what_is_worth_least_goes(verbs: ModuleType, seed: int, kind: str, step:
         value[t.rng.random(N) < 0.3] = np.nan
     if kind == "equal":
         value = np.zeros(N, np.float32) * np.sign(value)  # zeros of both signs
-    ids = verbs.least_rows(t.row_of, t.in_flight, t.last, step, value, t.guessed, k)
+    before = Tables(seed)
     worth = [
         (
             not t.guessed[i],
@@ -95,7 +95,18 @@ def test_what_is_worth_least_goes(verbs: ModuleType, seed: int, kind: str, step:
         for i in range(N)
         if t.row_of[i] >= 0 and t.last[i] != step and not t.in_flight[i]
     ]
-    assert ids.tolist() == sorted(i for *_, i in sorted(worth, key=str_safe)[:k])
+    gone = sorted(i for *_, i in sorted(worth, key=str_safe)[:k])
+    told = verbs.evict_rows(
+        t.row_of, t.in_flight, t.last, step, value, t.guessed, k, t.owner, t.free, t.n_free
+    )
+    assert told == (len(gone), before.guessed[gone].sum())
+    assert not t.guessed[gone].any()
+    rows = before.row_of[gone]
+    assert t.free[t.n_free : t.n_free + len(gone)].tolist() == rows.tolist()
+    before.row_of[gone], before.owner[rows], before.guessed[gone] = -1, -1, False
+    np.testing.assert_array_equal(t.row_of, before.row_of)
+    np.testing.assert_array_equal(t.owner, before.owner)
+    np.testing.assert_array_equal(t.guessed, before.guessed)
 
 
 def str_safe(entry: tuple[bool, object, int]) -> tuple[bool, tuple[bool, float], int]:
@@ -113,23 +124,36 @@ def test_the_least_of_many(verbs: ModuleType, seed: int, k: int, spread: int) ->
     row_of = np.where(rng.random(n) < 0.5, np.arange(n), -1).astype(np.int32)
     last = rng.integers(0, spread, n).astype(np.int32)
     none = np.zeros(n, np.bool_)
-    ids = verbs.least_rows(row_of, none, last, -1, last, none, k)
+    owner = row_of.astype(np.int64)
     there = np.flatnonzero(row_of >= 0)
     expected = there[np.lexsort((there, last[there]))[:k]]
-    np.testing.assert_array_equal(ids, np.sort(expected))
+    free = np.zeros(n, np.int64)
+    assert verbs.evict_rows(row_of, none, last, -1, last, none.copy(), k, owner, free, 0) == (k, 0)
+    np.testing.assert_array_equal(free[:k], np.sort(expected))
+    np.testing.assert_array_equal(np.flatnonzero(row_of >= 0), np.setdiff1d(there, expected))
 
 
 @EXAMPLES
-@given(seed=SEEDS)
-def test_rows_are_taken_and_dropped(verbs: ModuleType, seed: int) -> None:
+@given(seed=SEEDS, guesses=st.booleans())
+def test_rows_are_taken_and_dropped(verbs: ModuleType, seed: int, guesses: bool) -> None:
     t = Tables(seed)
-    lacking = t.ids(np.flatnonzero(t.row_of < 0))[: t.n_free]
-    owner, row_of = t.owner.copy(), t.row_of.copy()
-    rows = verbs.take_rows(lacking, 100, t.row_of, t.owner, t.free, t.n_free)
-    np.testing.assert_array_equal(rows, np.sort(t.free[t.n_free - len(lacking) : t.n_free]))
-    np.testing.assert_array_equal(t.row_of[lacking], rows)
-    np.testing.assert_array_equal(t.owner[rows], lacking + 100)
-    verbs.drop_rows(lacking, t.row_of, t.owner, t.free, t.n_free - len(lacking))
+    ids = t.ids(np.arange(N))
+    lacking = ids[t.row_of[ids] < 0]
+    most = int(t.rng.integers(0, t.n_free + 1))
+    guessed = t.guessed if guesses else None
+    owner, row_of, flying, before = t.owner.copy(), t.row_of.copy(), t.in_flight.copy(), t.guessed.copy()
+    taken, rows = verbs.take_rows(ids, most, 100, t.row_of, t.in_flight, t.owner, t.free, t.n_free, guessed)
+    assert taken.dtype == rows.dtype == np.int64
+    np.testing.assert_array_equal(taken, lacking[:most])
+    np.testing.assert_array_equal(rows, np.sort(t.free[t.n_free - len(taken) : t.n_free]))
+    np.testing.assert_array_equal(t.row_of[taken], rows)
+    np.testing.assert_array_equal(t.owner[rows], taken + 100)
+    flying[taken] = True
+    np.testing.assert_array_equal(t.in_flight, flying)
+    if guesses:
+        before[taken] = True
+    np.testing.assert_array_equal(t.guessed, before)
+    verbs.drop_rows(taken, t.row_of, t.owner, t.free, t.n_free - len(taken))
     np.testing.assert_array_equal(t.owner, owner)
     np.testing.assert_array_equal(t.row_of, row_of)
     np.testing.assert_array_equal(np.sort(t.free[: t.n_free]), np.flatnonzero(owner < 0))
@@ -143,7 +167,10 @@ def test_a_call_that_is_refused_has_changed_nothing(verbs: ModuleType) -> None:
         verbs.drop_rows(np.array([0, 1]), t.row_of, t.owner, t.free, 0)
     t.free[0] = ROWS
     with pytest.raises(ValueError, match=f"free has {ROWS}, expected 0..{ROWS - 1}"):
-        verbs.take_rows(np.array([1]), 0, t.row_of, t.owner, t.free, 1)
+        verbs.take_rows(np.array([1]), 1, 0, t.row_of, t.in_flight, t.owner, t.free, 1)
+    everything = np.zeros(N, np.float32)
+    with pytest.raises(ValueError, match=r"n_free is 30, expected 0\.\."):
+        verbs.evict_rows(t.row_of, t.in_flight, t.last, -1, everything, t.guessed, 1, t.owner, t.free, ROWS)
     t.free[0] = before[2][0]
     for now, then in zip((t.row_of, t.owner, t.free), before, strict=True):
         np.testing.assert_array_equal(now, then)

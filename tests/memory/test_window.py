@@ -39,11 +39,10 @@ class Machine(RuleBasedStateMachine):
         self.step = 0
         self.here: dict[tuple[int, int], int] = {}  # neurons whose rows have arrived
 
-    def insert(self, layer: int, ids: I64Array, guessed: bool) -> None:
+    def insert(self, layer: int, ids: I64Array) -> None:
         missing = ids[self.window.row_of[layer][ids] < 0][: self.window.pool.n_free]
         if len(missing):
-            rows = self.window.insert(layer, missing, guessed=guessed)
-            self.flying.append((layer, missing, rows))
+            self.flying.append((layer, missing, self.window.insert(layer, missing)))
 
     @rule(layer=layers, ids=ids_of_a_layer)
     def request(self, layer: int, ids: I64Array) -> None:
@@ -54,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         self.window.make_room(layer, len(places.missing))
         # What this step wants is not what makes room for it.
         np.testing.assert_array_equal(self.window.row_of[layer][ids], rows)
-        self.insert(layer, ids, guessed=False)
+        self.insert(layer, ids)
 
     @rule(layer=layers, tokens=st.lists(ids_of_a_layer, min_size=1, max_size=6))
     def prompt(self, layer: int, tokens: list[I64Array]) -> None:
@@ -70,9 +69,13 @@ class Machine(RuleBasedStateMachine):
         if len(taken):
             self.flying.append((layer, taken, rows))
 
-    @rule(layer=layers, ids=ids_of_a_layer)
-    def guess(self, layer: int, ids: I64Array) -> None:
-        self.insert(layer, ids, guessed=True)
+    @rule(layer=layers, ids=ids_of_a_layer, most=st.integers(0, 5))
+    def guess(self, layer: int, ids: I64Array, most: int) -> None:
+        missing = ids[self.window.row_of[layer][ids] < 0]
+        taken, rows = self.window.guess(layer, ids, min(most, self.window.pool.n_free))
+        np.testing.assert_array_equal(taken, missing[: min(most, len(taken) + self.window.pool.n_free)])
+        if len(taken):
+            self.flying.append((layer, taken, rows))
 
     @precondition(lambda self: self.flying)
     @rule(which=st.integers(0, 100), fails=st.booleans())
@@ -197,7 +200,8 @@ def test_a_prior_counts_like_requests() -> None:
 def test_what_only_a_guess_brought_goes_first() -> None:
     window = one_layer(LeastRecent(), capacity=3)
     step(window, 1)
-    window.insert(0, np.array([8, 9]), guessed=True)
+    taken, _ = window.guess(0, np.array([1, 8, 9, 10]), 2)
+    assert taken.tolist() == [8, 9]
     window.settle(0, np.array([8, 9]))
     assert step(window, 2, 8) == {1, 2, 8}
     used, _, _ = window.request(0, np.array([8]), window.step + 1)
@@ -207,18 +211,34 @@ def test_what_only_a_guess_brought_goes_first() -> None:
 def test_rows_of_neighbours_are_neighbours_where_possible() -> None:
     pool = RowPool(np.zeros((8, 8), np.uint8), 8)
     row_of = np.full(24, -1, np.int32)
-    assert pool.take(np.arange(5), row_of).tolist() == [0, 1, 2, 3, 4]
+    flying = np.zeros(24, np.bool_)
+
+    def take(*ids: int) -> list[int]:
+        taken, rows = pool.take(np.array(ids), len(ids), row_of, flying)
+        assert flying[taken].all()
+        return rows.tolist()
+
+    assert take(*range(5)) == [0, 1, 2, 3, 4]
     pool.give_back(np.array([0, 1, 3]), row_of)
-    assert pool.take(np.array([10, 11, 12]), row_of).tolist() == [0, 1, 3]
-    with pytest.raises(ValueError, match="4 rows are wanted, 3 are free"):
-        pool.take(np.arange(20, 24), row_of)
+    assert take(2, 10, 11, 12) == [0, 1, 3]  # 2 has one
+    with pytest.raises(ValueError, match=r"most is 4, expected 0\.\.3"):
+        take(*range(20, 24))
+
+
+def test_a_row_is_taken_once() -> None:
+    window = one_layer(LeastRecent(), capacity=3)
+    window.insert(0, np.array([1]))
+    with pytest.raises(ValueError, match="layer 0: 1 of 2 neurons have a row already"):
+        window.insert(0, np.array([1, 2]))
+    with pytest.raises(ValueError, match=r"\d+ rows are wanted, \d+ are free"):
+        window.insert(0, np.arange(NEURONS))
 
 
 def test_limits_are_told() -> None:
     with pytest.raises(ValueError, match="9 rows of a matrix of 8"):
         RowPool(np.zeros((8, 8), np.uint8), 9)
     pool = RowPool(np.zeros((8, 8), np.uint8), 8)
-    pool.take(np.arange(5), np.full(5, -1, np.int32))
+    pool.take(np.arange(5), 5, np.full(5, -1, np.int32), np.zeros(5, np.bool_))
     with pytest.raises(ValueError, match=r"4 rows, expected 5 \(in use\) to 8"):
         pool.resize(4)
     with pytest.raises(ValueError, match="unknown eviction policy 'fifo'; known: lru, window, frequency"):

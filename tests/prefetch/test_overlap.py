@@ -26,7 +26,7 @@ def test_reads_overlap_computing_and_bad_guesses_are_given_up(capsys: pytest.Cap
         assert off["beside_off"] == 1
         assert all(row["flash_busy_ms"] > 0 and row["compute_ms"] > 0 for row in rows.values())
         came_out = {
-            "kept": oracle["prefetch_layers"] == 4,
+            "kept": oracle["prefetch_layers"] == 5,
             "faster": oracle["beside_off"] < 0.9,
             "waits less": oracle["flash_wait_ms"] < off["flash_wait_ms"] / 2,
             "harmless": random["beside_off"] < 1.1,

@@ -16,7 +16,7 @@ from flashd.prefetch.benefit import (
     WARM_UP_STEPS,
     PrefetchBenefit,
 )
-from flashd.prefetch.plan import round_end, worth_reading
+from flashd.prefetch.plan import round_end
 
 rows_of_a_layer = st.lists(st.integers(-1, 20), max_size=30).map(lambda some: np.array(some, np.int64))
 
@@ -28,13 +28,6 @@ def test_a_round_goes_as_far_as_there_is_room(rows: np.ndarray, room: int) -> No
     stop = round_end(missing, 0, len(rows), room)
     assert np.count_nonzero(rows[:stop] < 0) == min(room, len(missing))
     assert stop == len(rows) or rows[stop] < 0
-
-
-def test_a_guess_is_read_as_far_as_there_is_room() -> None:
-    guess, rows = np.array([2, 3, 5, 8]), np.array([-1, 4, -1, -1])
-    assert worth_reading(guess, rows, 9).tolist() == [2, 5, 8]
-    assert worth_reading(guess, rows, 2).tolist() == [2, 5]
-    assert worth_reading(guess, rows, -1).tolist() == []
 
 
 def run(chooser: PrefetchBenefit, steps: int, cost: Callable[[bool], float], tokens: int = 1) -> list[bool]:

@@ -127,8 +127,8 @@ async def test_good_guesses_are_read_ahead_and_used(bundles: dict[str, MadeBundl
                 np.testing.assert_array_equal(await setup.apply(layer, x), await setup.expected(layer, x))
         stats = setup.sparse.stats
         assert stats.prefetched_used == stats.prefetched > 500
-        # All that was missing in layers 1 and 2 was on its way when it was asked for.
-        assert stats.demand < 0.6 * stats.prefetched
+        # All that was missing was on its way when it was asked for, but for what lay beyond the free rows.
+        assert stats.demand < 0.1 * stats.prefetched
         await settle_down(setup)
         await setup.check()
 
@@ -143,8 +143,10 @@ async def test_bad_guesses_are_given_up(bundles: dict[str, MadeBundle]) -> None:
         for _ in range(10):
             for layer in range(LAYERS):
                 await setup.apply(layer, x * np.float32(rng.uniform(0.9, 1.1)))
-        assert setup.sparse.benefit.layers == 0
-        assert setup.sparse.benefit.precision(1) < 0.3
+        benefit = setup.sparse.benefit
+        bad = [benefit.precision(layer) < 0.3 for layer in range(LAYERS)]
+        assert sum(bad) >= 2  # of the first, more neurons fire
+        assert benefit.layers == LAYERS - sum(bad)
 
 
 async def test_guesses_in_flight_are_bounded(bundles: dict[str, MadeBundle]) -> None:

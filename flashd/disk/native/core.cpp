@@ -135,7 +135,7 @@ std::vector<Done> Core::completed() {
     }
     std::vector<Done> result;
     for (const auto& b : ended)
-        result.push_back({b->id, b->end, b->error, b->error_file, b->error_offset, b->error_length});
+        result.push_back({b->id, b->end, b->error, b->error_file, b->error_offset, b->error_length, b->checked});
     return result;  // `ended` drops the references to memory here, where the GIL is held
 }
 
@@ -200,6 +200,7 @@ Op* Core::make(Batch* batch) {
     op->scratch = scratch;
     op->retried = false;
     op->slot = -1;
+    op->checked = Checked{};
     if (through_scratch) {
         op->lead = op->offset % alignment_;
         op->offset -= op->lead;
@@ -269,8 +270,9 @@ void Core::complete(Op* op, int64_t result) {
     again_.push_back(op);
 }
 
-void Core::deliver(const Op& op, int64_t result) const {
-    if (!op.scratch || result < 0 || op.resume + result < op.need) return;
+void Core::deliver(Op& op, int64_t result) const {
+    if (result < 0 || op.resume + result < op.need) return;
+    if (!op.scratch) return check_rows(op);
     const Batch& batch = *op.batch;
     const uint8_t* from = op.scratch + op.lead;
     for (int64_t p = batch.first[op.piece]; p < batch.first[op.piece + 1]; ++p) {
@@ -283,6 +285,7 @@ void Core::finish(Op* op) {
     if (op->scratch) free_scratch_.push_back(op->scratch);
     op->scratch = nullptr;
     free_ops_.push_back(op);
+    op->batch->checked.add(op->checked);
     --op->batch->outstanding;
     end_if_done(op->batch);
 }

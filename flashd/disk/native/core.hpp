@@ -33,6 +33,23 @@ constexpr int64_t kSkip = -1;
 // How a batch ended.
 enum class End { ok, failed, truncated, dropped };
 
+// Which rows of a batch are compared with their checksums as they arrive, and what came of it.
+struct RowCheck {
+    const uint32_t* sums = nullptr;  // CRC32C of every row of the file; null: nothing is checked
+    uint8_t* trusted = nullptr;      // of every row: need not be checked; kept up to date
+    int64_t start = 0, count = 0;    // of the wanted rows, in order and going on at 0, so many are checked anyway
+    int64_t rows = 0;                // wanted
+    int64_t offset = 0, stride = 0;  // in the file, of row 0; of a row
+};
+
+struct Checked {
+    int64_t rows = 0, untrusted = 0, wrong = 0;
+    int64_t first_wrong = -1;  // by number
+    int64_t time_ns = 0;       // of the CPU
+
+    void add(const Checked& more);
+};
+
 // One batch: pointers into the caller's arrays, which `owners` keeps alive, or into its own.
 struct Batch {
     uint64_t id = 0;
@@ -51,6 +68,9 @@ struct Batch {
     std::vector<int64_t> owned;
     std::vector<uint8_t> owned_in_place;
     std::chrono::steady_clock::time_point submitted;
+    RowCheck check;
+    const int64_t* ordinal = nullptr;  // of each place, where there is a check: its first row's among those wanted
+    Checked checked;
 
     int64_t next = 0;         // first piece that was not taken yet
     int64_t outstanding = 0;  // taken, not finished
@@ -74,6 +94,7 @@ struct Op {
     bool retried = false;
     int slot = -1;  // registered memory that it reads into
     std::vector<iovec> iov;
+    Checked checked;
 };
 
 struct Stats {
@@ -87,6 +108,7 @@ struct Done {
     End end;
     int error;
     int64_t file, offset, length;
+    Checked checked;
 };
 
 class Core {
@@ -123,8 +145,8 @@ protected:
     // For executors. `mutex_` is held in all of them.
     Op* take();
     void complete(Op* op, int64_t result);  // bytes, or -errno
-    // Before `complete`, without `mutex_`: copies what came through scratch to its places.
-    void deliver(const Op& op, int64_t result) const;
+    // Before `complete`, without `mutex_`: copies what came through scratch to its places, and checks rows.
+    void deliver(Op& op, int64_t result) const;
     bool waiting() const { return !queue_[0].empty() || !queue_[1].empty() || !again_.empty(); }
     // Where the rest of a read goes: into op->iov. False without memory for it.
     bool fill_iov(Op* op);
@@ -182,6 +204,9 @@ private:
 };
 
 void begin_thread(const char* name);
+
+// Compares rows of a read that has all its bytes, where its batch asks for it.
+void check_rows(Op& op);
 
 // A forked child has the objects of its parent's threads, but not the threads: they are left alone.
 inline void leak(std::thread& thread) { new std::thread(std::move(thread)); }

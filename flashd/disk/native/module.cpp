@@ -1,9 +1,11 @@
 // flashd.disk._native: read engines; flashd/disk/native_engine.py documents and wraps them.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -20,6 +22,10 @@ using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 using Flags = nb::ndarray<const bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+using AnyBytes = nb::ndarray<uint8_t, nb::c_contig, nb::device::cpu>;
+using Sums = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Trusted = nb::ndarray<bool, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr double kMaxWaitSeconds = 1e9;
 constexpr int64_t kMaxPiece = int64_t{1} << 30;  // the kernel's own limit is just below 2 GiB
@@ -66,8 +72,10 @@ uint64_t submit(Core& core, Ints file, Ints offset, Ints first, Ints length, Int
     return core.submit(std::move(batch));
 }
 
-uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, Ints ids, Ints rows, Bytes dest,
-                     int64_t limit, int64_t max_gap, int64_t max_run, bool prefetch, bool ticket) {
+uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, Ints ids, Ints rows, AnyBytes dest,
+                     int64_t limit, int64_t max_gap, int64_t max_run, bool prefetch, bool ticket,
+                     std::optional<Sums> sums, std::optional<Trusted> trusted, int64_t check_start,
+                     int64_t check_count) {
     if (file < 0 || file >= core.n_files() || size_of(ids) != size_of(rows) || size_of(ids) < 1)
         throw std::invalid_argument("submit_rows: no such file, or not one row for each id");
     RowRequest want;
@@ -81,11 +89,20 @@ uint64_t submit_rows(Core& core, int64_t file, int64_t offset, int64_t stride, I
     want.max_gap = max_gap;
     want.max_run = max_run;
     want.dest = dest.data();
-    want.dest_rows = stride < 1 ? 0 : static_cast<int64_t>(dest.shape(0)) / stride;
+    want.dest_rows = stride < 1 ? 0 : static_cast<int64_t>(dest.size()) / stride;
+    if (sums && trusted) {
+        if (static_cast<int64_t>(sums->shape(0)) < limit || static_cast<int64_t>(trusted->shape(0)) < limit ||
+            check_start < 0 || check_count < 0)
+            throw std::invalid_argument("submit_rows: not one checksum for each row, or no sample");
+        want.check.sums = sums->data();
+        want.check.trusted = reinterpret_cast<uint8_t*>(trusted->data());
+        want.check.start = check_start;
+        want.check.count = check_count;
+    }
     auto batch = plan_rows(want);
     batch->prefetch = prefetch;
     batch->ticket = ticket;
-    batch->owners = nb::make_tuple(dest);
+    batch->owners = nb::make_tuple(dest, sums, trusted);
     return core.submit(std::move(batch));
 }
 
@@ -107,7 +124,8 @@ nb::object wait(Core& core, uint64_t batch, double timeout_s) {
     Done done{};
     const auto timeout_ns = static_cast<int64_t>(std::clamp(timeout_s, 0.0, kMaxWaitSeconds) * 1e9);
     if (!core.wait(batch, timeout_ns, &done)) return nb::none();
-    return told(done);
+    const Checked& c = done.checked;
+    return nb::make_tuple(told(done), nb::make_tuple(c.rows, c.untrusted, c.wrong, c.first_wrong, c.time_ns));
 }
 
 nb::dict stats(Core& core) {
@@ -145,7 +163,9 @@ NB_MODULE(_native, module) {
         .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
              arg("at"), arg("in_place"), arg("dest"), arg("prefetch"), arg("ticket"))
         .def("submit_rows", &submit_rows, arg("file"), arg("offset"), arg("stride"), arg("ids"), arg("rows"),
-             arg("dest"), arg("limit"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"))
+             arg("dest"), arg("limit"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"),
+             arg("sums").none() = nb::none(), arg("trusted").none() = nb::none(), arg("check_start") = 0,
+             arg("check_count") = 0)
         .def("cancel", &Core::cancel, arg("batch"))
         .def("completed", &completed)
         .def("wait", &wait, arg("batch"), arg("timeout_s"))

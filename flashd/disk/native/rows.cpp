@@ -37,7 +37,7 @@ std::vector<Wanted> ordered(const RowRequest& want) {
 }
 
 struct Columns {
-    std::vector<int64_t> offset, first{0}, length, at;
+    std::vector<int64_t> offset, first{0}, length, at, ordinal;
 
     // One read of all[begin..end-1], over the gaps between them.
     void add(const RowRequest& want, const std::vector<Wanted>& all, size_t begin, size_t end) {
@@ -51,9 +51,11 @@ struct Columns {
             if (step > 1) {
                 length.push_back((step - 1) * want.stride);
                 at.push_back(kSkip);
+                ordinal.push_back(static_cast<int64_t>(i));
             }
             length.push_back(want.stride);
             at.push_back(all[i].row * want.stride);
+            ordinal.push_back(static_cast<int64_t>(i));
         }
         first.push_back(static_cast<int64_t>(length.size()));
     }
@@ -88,13 +90,15 @@ std::unique_ptr<Batch> plan_rows(const RowRequest& want) {
     }
     auto batch = std::make_unique<Batch>();
     const size_t n = columns.offset.size(), m = columns.length.size();
-    // One piece of memory for all columns, which the batch keeps: file, offset, first, length, at.
+    // One piece of memory for all columns, which the batch keeps: file, offset, first, length, at, ordinal.
     std::vector<int64_t>& owned = batch->owned;
+    owned.reserve(3 * n + 3 * m + 1);
     owned.assign(n, want.file);
     owned.insert(owned.end(), columns.offset.begin(), columns.offset.end());
     owned.insert(owned.end(), columns.first.begin(), columns.first.end());
     owned.insert(owned.end(), columns.length.begin(), columns.length.end());
     owned.insert(owned.end(), columns.at.begin(), columns.at.end());
+    owned.insert(owned.end(), columns.ordinal.begin(), columns.ordinal.end());
     batch->owned_in_place.assign(n, 1);
     batch->count = static_cast<int64_t>(n);
     batch->file = owned.data();
@@ -103,7 +107,12 @@ std::unique_ptr<Batch> plan_rows(const RowRequest& want) {
     batch->length = batch->first + n + 1;
     batch->at = batch->length + m;
     batch->in_place = batch->owned_in_place.data();
+    batch->ordinal = batch->at + m;
     batch->dest = want.dest;
+    batch->check = want.check;
+    batch->check.rows = want.count;
+    batch->check.offset = want.offset;
+    batch->check.stride = want.stride;
     return batch;
 }
 

@@ -20,6 +20,7 @@ struct RowRequest {
     int64_t max_run = 0;
     uint8_t* dest = nullptr;
     int64_t dest_rows = 0;
+    RowCheck check;
 };
 
 // Raises std::invalid_argument for what would read or write elsewhere.

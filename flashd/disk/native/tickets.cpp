@@ -12,6 +12,7 @@ bool Core::wait(uint64_t id, int64_t timeout_ns, Done* done) {
         std::unique_lock<std::mutex> lock(mutex_);
         const auto open = batches_.find(id);
         if (open != batches_.end() && open->second->ticket) {
+            if (timeout_ns <= 0) return false;
             open->second->awaited = true;
             const auto over = [&] { return done_tickets_.count(id) > 0; };
             if (!ticket_done_.wait_for(lock, std::chrono::nanoseconds(timeout_ns), over)) return false;
@@ -21,7 +22,7 @@ bool Core::wait(uint64_t id, int64_t timeout_ns, Done* done) {
         batch = std::move(found->second);
         done_tickets_.erase(found);
     }
-    *done = {batch->id, batch->end, batch->error, batch->error_file, batch->error_offset, batch->error_length};
+    *done = {batch->id, batch->end, batch->error, batch->error_file, batch->error_offset, batch->error_length, batch->checked};
     return true;
 }
 

@@ -359,7 +359,7 @@ void Uring::reap() {
     const uint32_t first = *cq_head_, tail = acquire(cq_tail_);
     for (uint32_t head = first; head != tail; ++head) {
         const abi::Cqe& cqe = cqes_[head & cq_mask_];
-        if (cqe.user_data != kWakeup) deliver(*reinterpret_cast<const Op*>(cqe.user_data), cqe.res);
+        if (cqe.user_data != kWakeup) deliver(*reinterpret_cast<Op*>(cqe.user_data), cqe.res);
     }
     std::lock_guard<std::mutex> lock(mutex_);
     for (uint32_t head = first; head != tail; ++head) {

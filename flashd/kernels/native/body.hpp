@@ -18,6 +18,7 @@
 #include "body/attention.hpp"
 #include "body/norms.hpp"
 #include "body/convert.hpp"
+#include "body/window.hpp"
 
 #undef FLASHD_BY_TYPE
 #undef FLASHD_INLINE
@@ -31,5 +32,6 @@ constexpr Level make_level(const char* name, bool hardware_crc) {
         AttentionVerbs{attend, combine},
         NormVerbs{rmsnorm, layernorm, rope},
         ConvertVerbs{to_f32, from_f32},
+        WindowVerbs{row_keys},
     };
 }

@@ -10,6 +10,7 @@
 #include "args/norms.hpp"
 #include "args/panels.hpp"
 #include "args/rows.hpp"
+#include "args/window.hpp"
 
 namespace flashd {
 
@@ -21,6 +22,7 @@ struct Level {
     AttentionVerbs attention;
     NormVerbs norms;
     ConvertVerbs convert;
+    WindowVerbs window;
 };
 
 // Null where this build or this machine does not have the level.

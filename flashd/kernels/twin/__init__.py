@@ -24,7 +24,7 @@ from flashd.kernels.twin.linear import gemm, gemv
 from flashd.kernels.twin.memory import append_kv, crc32c, from_f32, read_all, to_f32
 from flashd.kernels.twin.norms import layernorm, rmsnorm
 from flashd.kernels.twin.predict import predict, topk_union
-from flashd.kernels.twin.window import drop_rows, find_rows, least_rows, request_rows, take_rows
+from flashd.kernels.twin.window import drop_rows, evict_rows, find_rows, request_rows, take_rows
 
 __all__ = [
     "append_kv",
@@ -32,6 +32,7 @@ __all__ = [
     "available_simd",
     "crc32c",
     "drop_rows",
+    "evict_rows",
     "ffn_dots",
     "ffn_down",
     "find_rows",
@@ -39,7 +40,6 @@ __all__ = [
     "gemm",
     "gemv",
     "layernorm",
-    "least_rows",
     "predict",
     "read_all",
     "request_rows",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 import os
@@ -10,10 +9,11 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
+
+from flashd.tools.bench.child import child
 
 _NAMES = ("randread", "sequential", "randread-registered", "sequential-registered")
 JOBS = {name: Path(__file__).with_name(f"{name}.fio") for name in _NAMES}
@@ -24,8 +24,6 @@ MAX_FILES = 64
 # What fio may take beside the time it reads for, and for telling its version.
 _START_TIMEOUT_S = 15.0
 _VERSION_TIMEOUT_S = 5.0
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)  # looked up now: little may be done between fork and exec
 
 
 class FioError(Exception):
@@ -121,33 +119,12 @@ def _run(
     command: Sequence[str], folder: Path | None, env: Mapping[str, str], limit_s: float
 ) -> subprocess.CompletedProcess[bytes]:
     """Run a program with all that it starts; nothing of it is left at the end, however that comes."""
-    parent = os.getpid()
-
-    def die_with_parent() -> None:
-        # Whatever ends this process; SIGTERM leaves no time for anything.
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != parent:
-            os._exit(1)
-
-    with subprocess.Popen(
-        command,
-        cwd=folder,
-        env=env,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        process_group=0,
-        preexec_fn=die_with_parent,  # no lock is taken in it, and nothing is imported
-    ) as process:
+    with child(command, folder, env, subprocess.PIPE) as process:
         try:
             output, complaints = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired as exc:
             what = "`fio --version`" if folder is None else "fio"
             raise FioHangs(f"{what} hangs: killed after {limit_s:.3g} s") from exc
-        finally:
-            # The whole group: what it started holds the pipes, and would go on reading.
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
     if process.returncode < 0:
         raise FioError(f"it was killed by {_signal_name(-process.returncode)}")
     return subprocess.CompletedProcess(command, process.returncode, output, complaints)

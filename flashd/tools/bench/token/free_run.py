@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from flashd import kernels
-from flashd.disk.engine import ReadTicket
+from flashd.disk.engine import ReadTicket, RowCheck
 from flashd.kernels.lane import ComputeLane
 from flashd.store.base import WeightStore, WrappedStore
 from flashd.types import I64Array, U8Array
@@ -33,9 +33,16 @@ _HIDDEN = 4
 
 @dataclass
 class Step:
-    """What one step asked for."""
+    """What one step asked for.
+
+    Attributes:
+        reads: of the event loop.
+        starts: reads that the compute lane has started.
+        calls: of the kernels.
+    """
 
     reads: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
+    starts: list[Callable[[], ReadTicket]] = field(default_factory=list)
     calls: list[Callable[[], Any]] = field(default_factory=list)
 
 
@@ -59,6 +66,11 @@ class Recorder:
         """Keep a read."""
         if self.on and self.steps:
             self.steps[-1].reads.append(again)
+
+    def start(self, again: Callable[[], ReadTicket]) -> None:
+        """Keep a read that a thread waits for by itself."""
+        if self.on and self.steps:
+            self.steps[-1].starts.append(again)
 
     @contextmanager
     def kernel_calls(self) -> Iterator[None]:
@@ -87,10 +99,11 @@ class Recorder:
 
 class RecordedStore(WrappedStore):
     """A store whose reads a recorder keeps. It belongs below the one that checks rows: done once more,
-    several reads go to the same place at once."""
+    several reads go to the same place at once, whatever their checks find."""
 
     def __init__(self, inner: WeightStore, recorder: Recorder) -> None:
         super().__init__(inner)
+        self.has_tickets = inner.has_tickets
         self._recorder = recorder
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
@@ -115,17 +128,13 @@ class RecordedStore(WrappedStore):
         loop: asyncio.AbstractEventLoop,
         *,
         prefetch: bool = False,
+        check: RowCheck | None = None,
     ) -> ReadTicket:
         """See ``WeightStore.start_rows``."""
-        if not self.inner.has_tickets:
+        if not self.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
-        self._recorder.read(lambda: self.inner.read_rows(layer, ids, out, rows))
-        return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
-
-    @property
-    def has_tickets(self) -> bool:
-        """See ``WeightStore.has_tickets``."""
-        return self.inner.has_tickets
+        self._recorder.start(lambda: self.inner.start_rows(layer, ids, out, rows, loop, check=check))
+        return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch, check=check)
 
     @property
     def busy_ns(self) -> int | None:
@@ -148,7 +157,12 @@ async def free_run(steps: list[Step], lane: ComputeLane) -> list[float]:
         began_s = time.perf_counter()
         reads = [read() for read in step.reads]
         # All of them end before anything is said: what fails must not leave others in flight.
-        results = await asyncio.gather(*reads, lane.run(_all, step.calls), return_exceptions=True)
+        results = await asyncio.gather(
+            *reads,
+            asyncio.to_thread(_all, [start().wait for start in step.starts]),
+            lane.run(_all, step.calls),
+            return_exceptions=True,
+        )
         seconds.append(time.perf_counter() - began_s)
         for result in results:
             if isinstance(result, BaseException):

@@ -7,8 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import psutil
+
 from flashd.tools import host
 
+_NAME = "flashd-bench-"
 # Limit, and swap and memory together where that is counted, by version of the hierarchy.
 _FILES = {1: ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes"), 2: ("memory.max", "memory.swap.max")}
 
@@ -43,8 +46,9 @@ def memory_group(limit_bytes: int) -> Iterator[tuple[Path | None, str]]:
 
 
 def _make(version: int, parent: Path, limit_bytes: int) -> tuple[Path | None, str]:
-    group = parent / f"flashd-bench-{os.getpid()}"
+    group = parent / f"{_NAME}{os.getpid()}"
     limit, swap = _FILES[version]
+    _remove_abandoned(parent)
     try:
         group.mkdir(exist_ok=True)  # a process of the same number may have been killed
     except OSError as exc:
@@ -57,6 +61,15 @@ def _make(version: int, parent: Path, limit_bytes: int) -> tuple[Path | None, st
         group.rmdir()
         return None, f"{parent}: memory cannot be limited ({exc.strerror})"
     return group, ""
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Groups of benchmarks that were killed."""
+    for group in parent.glob(f"{_NAME}*"):
+        number = group.name.removeprefix(_NAME)
+        if number.isdecimal() and not psutil.pid_exists(int(number)):
+            with suppress(OSError):  # somebody is in it still, or it is not ours
+                group.rmdir()
 
 
 def join_group(group: Path) -> None:

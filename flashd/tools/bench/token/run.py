@@ -7,7 +7,6 @@ busy with meets all of them.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,6 +20,7 @@ from flashd.layout.calibration import CALIBRATION
 from flashd.layout.manifest import Manifest
 from flashd.store.open import open_manifest, resident_entries
 from flashd.tools import host
+from flashd.tools.bench.child import child, sigterm_unwinds
 from flashd.tools.bench.subjects import open_source, warm
 from flashd.tools.bench.token.budget import checked_budget
 from flashd.tools.bench.token.limit import memory_group
@@ -65,6 +65,7 @@ def bench_token(
     kv_bytes = kv_bytes_per_token(manifest.model, "f16") * longest
     samples: dict[str, list[Sample]] = {mode.name: [] for mode in modes}
     with ExitStack() as stack:
+        stack.enter_context(sigterm_unwinds())
         split = ""
         if any(mode.sparse and not mode.bundled for mode in modes):
             scratch = options.scratch or directory.resolve().parent
@@ -171,14 +172,8 @@ def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group:
 
 def _measured(task: Task) -> Sample:
     command = [sys.executable, "-m", "flashd.tools.bench.token.worker", json.dumps(asdict(task))]
-    # In a group of its own: Ctrl-C is for us, who end it.
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, process_group=0)
-    try:
+    with child(command) as process:
         output, _ = process.communicate()
-    except BaseException:
-        process.kill()
-        process.wait()
-        raise
     lines = output.splitlines()
     try:
         result = json.loads(lines[-1])

@@ -14,12 +14,11 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine, ReadTicket
+from flashd.disk.engine import MAX_DESTINATIONS, SKIP, ReadBatch, ReadEngine, ReadTicket, RowCheck
 from flashd.disk.read_once import ReadOnce
 from flashd.errors import BundleCorruptError, ConfigError, DiskReadError
 from flashd.layout.coalesce import GAP, plan_rows
@@ -28,7 +27,7 @@ from flashd.layout.manifest import BUNDLE, Manifest
 from flashd.stats import ReadStats
 from flashd.store.base import WeightStore
 from flashd.store.bundle_file import MAX_READ_BYTES
-from flashd.store.tickets import NamedTicket, of_layer
+from flashd.store.tickets import LayerTicket, of_layer
 from flashd.types import FFNGeometry, I64Array, U8Array
 
 _BLOCK_BYTES = 16 << 20
@@ -138,6 +137,7 @@ class SplitStore(WeightStore):
         self.name = f"split/{engine.name}"
         self.geometry = geometry
         self.alignment_bytes = engine.alignment_bytes
+        self.has_tickets = engine.has_tickets
         self.engine = engine
         self._n_parts = parts.n_layers // geometry.n_layers
         self._part_bytes = parts.stride_bytes
@@ -192,18 +192,14 @@ class SplitStore(WeightStore):
         loop: asyncio.AbstractEventLoop,
         *,
         prefetch: bool = False,
+        check: RowCheck | None = None,
     ) -> ReadTicket:
         """See ``WeightStore.start_rows``."""
         if not self.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
         self.check_rows(layer, ids, out, rows)
         batch = self._batch(layer, ids, out, np.arange(len(ids)) if rows is None else rows)
-        return NamedTicket(self.engine.start(batch, prefetch=prefetch), partial(of_layer, layer=layer))
-
-    @property
-    def has_tickets(self) -> bool:
-        """See ``WeightStore.has_tickets``."""
-        return self.engine.has_tickets
+        return LayerTicket(self.engine.start(batch, prefetch=prefetch), layer)
 
     @property
     def busy_ns(self) -> int | None:
