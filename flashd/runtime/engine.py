@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from time import perf_counter
 
 from flashd.errors import FlashdError, InternalError, RequestError
@@ -65,8 +65,8 @@ class Engine:
         self.idle = asyncio.Event()  # set while nothing runs or waits
         self.idle.set()
         self._closing = False
-        # Called while nothing is computed, with the phase of the step that begins: for who measures.
-        self.before_step: Callable[[str], None] = lambda phase: None
+        # Awaited while nothing is computed, with the phase of the step that begins: for who measures.
+        self.before_step: Callable[[str], Awaitable[None]] | None = None
 
     def submit(self, prompt: list[int], params: SamplingParams) -> Session:
         """Queue a request.
@@ -171,7 +171,8 @@ class Engine:
         for session in sessions:
             assert session.kv is not None
             spans.append(Span(session.next_tokens(PREFILL_CHUNK_TOKENS), session.kv))
-        self.before_step(phase)
+        if self.before_step is not None:
+            await self.before_step(phase)
         start = self._clock.read()
         try:
             logits = await self._decoder.forward(spans, lambda: all(s.cancelled for s in sessions))

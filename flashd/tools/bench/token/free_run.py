@@ -11,13 +11,16 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
 
+import numpy as np
+
 from flashd import kernels
 from flashd.disk.engine import ReadTicket, RowCheck
+from flashd.disk.slabs import SlabBuffer
 from flashd.kernels.lane import ComputeLane
 from flashd.store.base import WeightStore, WrappedStore
 from flashd.types import I64Array, U8Array
@@ -29,6 +32,8 @@ _VERBS = (
     "to_f32", "topk_union",
 )  # fmt: skip
 _HIDDEN = 4
+# Where reads go when they are done once more.
+ELSEWHERE_BYTES = 32 << 20
 
 
 @dataclass
@@ -62,14 +67,19 @@ class Recorder:
         """What comes now belongs to another step."""
         self.steps.append(Step())
 
+    @property
+    def recording(self) -> bool:
+        """Whether there is a step to record now."""
+        return self.on and bool(self.steps)
+
     def read(self, again: Callable[[], Awaitable[None]]) -> None:
         """Keep a read."""
-        if self.on and self.steps:
+        if self.recording:
             self.steps[-1].reads.append(again)
 
     def start(self, again: Callable[[], ReadTicket]) -> None:
         """Keep a read that a thread waits for by itself."""
-        if self.on and self.steps:
+        if self.recording:
             self.steps[-1].starts.append(again)
 
     @contextmanager
@@ -87,7 +97,7 @@ class Recorder:
 
     def _recorded(self, name: str, verb: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self.on and self.steps:
+            if self.recording:
                 kept = args
                 if name == "ffn_down":
                     kept = (*args[:_HIDDEN], args[_HIDDEN].copy(), *args[_HIDDEN + 1 :])
@@ -98,17 +108,24 @@ class Recorder:
 
 
 class RecordedStore(WrappedStore):
-    """A store whose reads a recorder keeps. It belongs below the one that checks rows: done once more,
-    several reads go to the same place at once, whatever their checks find."""
+    """A store whose reads a recorder keeps. Done once more they go to memory of their own, where several
+    may overlap: what a step has read stays as it is.
+
+    It belongs below the store that checks rows.
+    """
 
     def __init__(self, inner: WeightStore, recorder: Recorder) -> None:
         super().__init__(inner)
         self.has_tickets = inner.has_tickets
         self._recorder = recorder
+        self._elsewhere: SlabBuffer | None = None
 
     async def read_range(self, layer: int, start: int, stop: int, out: U8Array) -> None:
         """See ``WeightStore.read_range``."""
-        self._recorder.read(lambda: self.inner.read_range(layer, start, stop, out))
+        if self._recorder.recording:
+            other = self._rows()[: stop - start]
+            stop_there = start + len(other)
+            self._recorder.read(lambda: self.inner.read_range(layer, start, stop_there, other))
         await self.inner.read_range(layer, start, stop, out)
 
     async def read_rows(
@@ -116,7 +133,9 @@ class RecordedStore(WrappedStore):
     ) -> None:
         """See ``WeightStore.read_rows``."""
         # As a demand read: guesses that give way to nothing would only be slower.
-        self._recorder.read(lambda: self.inner.read_rows(layer, ids, out, rows))
+        if self._recorder.recording:
+            other, places = self._places(ids, rows)
+            self._recorder.read(lambda: self.inner.read_rows(layer, ids, other, places))
         await self.inner.read_rows(layer, ids, out, rows, prefetch=prefetch)
 
     def start_rows(
@@ -133,8 +152,25 @@ class RecordedStore(WrappedStore):
         """See ``WeightStore.start_rows``."""
         if not self.has_tickets:
             return super().start_rows(layer, ids, out, rows, loop, prefetch=prefetch)
-        self._recorder.start(lambda: self.inner.start_rows(layer, ids, out, rows, loop, check=check))
+        if self._recorder.recording:
+            other, places = self._places(ids, rows)
+            # What overlaps is found wrong, which is nobody's business.
+            checks = None if check is None else replace(check, trusted=check.trusted.copy())
+            self._recorder.start(lambda: self.inner.start_rows(layer, ids, other, places, loop, check=checks))
         return self.inner.start_rows(layer, ids, out, rows, loop, prefetch=prefetch, check=check)
+
+    def _rows(self) -> U8Array:
+        stride = self.geometry.stride_bytes
+        if self._elsewhere is None:
+            nbytes = max(1, ELSEWHERE_BYTES // stride) * stride
+            self._elsewhere = SlabBuffer(nbytes, self.inner)
+            self._elsewhere.resize(nbytes)
+        return self._elsewhere.memory.reshape(-1, stride)
+
+    def _places(self, ids: I64Array, rows: I64Array | None) -> tuple[U8Array, I64Array]:
+        """Rows elsewhere: neighbours stay neighbours, so that it takes the same reads."""
+        other = self._rows()
+        return other, (np.arange(len(ids)) if rows is None else rows) % len(other)
 
     @property
     def busy_ns(self) -> int | None:
@@ -143,11 +179,13 @@ class RecordedStore(WrappedStore):
 
     async def close(self) -> None:
         """See ``WeightStore.close``."""
+        if self._elsewhere is not None:
+            self._elsewhere.close()
         await self.inner.close()
 
 
 async def free_run(steps: list[Step], lane: ComputeLane) -> list[float]:
-    """Do what steps did once more. Rows land where they did, so memory holds a mixture afterwards.
+    """Do what steps did once more; nothing that later steps need is changed.
 
     Returns:
         Seconds of each step.

@@ -23,7 +23,7 @@ class TokenOptions:
         tokens: measured in each round by the sparse modes.
         warmup_tokens: generated before them, so that the window is as it will stay.
         dense_tokens: measured in each round by naive and hybrid, after one other.
-        free_steps: of these, how many are done once more without dependencies; 0: none.
+        free_steps: so many others between them are done once more without dependencies; 0: none.
         scratch: directory for the split copy; None: beside the bundle.
         eviction: which neurons leave RAM first; empty: as the daemon does by default.
         backend: how files are read.
@@ -89,6 +89,11 @@ class Task:
     tokens: int
     free_steps: int
 
+    @property
+    def generated(self) -> int:
+        """Tokens in all: the first one, warm-up, those that are measured, those done once more."""
+        return 1 + self.warmup_tokens + self.tokens + self.free_steps
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -108,7 +113,7 @@ class Sample:
         needed_bytes_per_token: of the rows that were requested and not in RAM; of all rows without masks.
         requested, hits: rows per token; 0 without masks.
         free_ms: of the steps that were done once more, each, on their own; 0 if none.
-        linked_ms: of the same steps, as they were.
+        linked_ms: of the steps between them; 0 if none.
         peak_bytes: the most resident memory of the process, files that are mapped included.
         footprint_bytes: the most of its own memory (RssAnon and RssShmem), sampled 20 times a second, less
             what it had before anything was loaded.

@@ -61,7 +61,7 @@ def bench_token(
     manifest = open_manifest(directory)
     modes, left_out = _modes(directory, manifest, options)
     budget_bytes = checked_budget(directory, manifest, modes, options.budget)
-    longest = 1 + options.prompt_tokens + options.warmup_tokens + max(options.tokens, options.dense_tokens)
+    longest = options.prompt_tokens + max(_task(directory, options, mode, "", "").generated for mode in modes)
     kv_bytes = kv_bytes_per_token(manifest.model, "f16") * longest
     samples: dict[str, list[Sample]] = {mode.name: [] for mode in modes}
     with ExitStack() as stack:
@@ -118,11 +118,11 @@ def _modes(directory: Path, manifest: Manifest, options: TokenOptions) -> tuple[
             raise ConfigError(f"{directory}: {text}")
         why.append(f"left out {text}")
         modes = [mode for mode in modes if mode not in concerned]
-    need = 1 + options.prompt_tokens + options.warmup_tokens + options.tokens
-    if need > manifest.model.max_context:
+    others = max(_task(directory, options, mode, "", "").generated for mode in modes)
+    if options.prompt_tokens + others > manifest.model.max_context:
         raise ConfigError(
-            f"{options.prompt_tokens} prompt tokens and {1 + options.warmup_tokens + options.tokens} others "
-            f"are too many for a context of {manifest.model.max_context}"
+            f"{options.prompt_tokens} prompt tokens and {others} others are too many for a context of "
+            f"{manifest.model.max_context}"
         )
     return tuple(modes), why
 
@@ -166,7 +166,7 @@ def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group:
         prompt_tokens=options.prompt_tokens,
         warmup_tokens=options.warmup_tokens if mode.sparse else _DENSE_WARMUP,
         tokens=tokens,
-        free_steps=min(options.free_steps, tokens),
+        free_steps=min(options.free_steps, max(1, tokens // 2)),
     )
 
 

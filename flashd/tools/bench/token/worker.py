@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import perf_counter
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from flashd.tools.bench.token.build import Built
 
 _WATCH_S = 0.05
+# Steps in a row that are done once more.
+_RECORDED_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -73,58 +76,128 @@ async def run_task(task: Task) -> Sample:
 
 async def _measured(task: Task, built: Built, footprint: _Footprint) -> Sample:
     from flashd.kv.contiguous import kv_bytes_per_token
-    from flashd.tools.bench.token.free_run import free_run
 
     runtime = built.runtime
     began_s = perf_counter()
     session = _submit(task, runtime)
-    recorder, moments, prefill_s = built.recorder, [], 0.0
-    first, last = 1 + task.warmup_tokens, 1 + task.warmup_tokens + task.tokens
-    n_tokens = 0
-
-    def before_step(phase: str) -> None:
-        """Counters are read where no step is half done. Each step of this phase follows on a token."""
-        nonlocal n_tokens
-        n_tokens += phase == "decode"
-        if n_tokens >= first:
-            moments.append(_moment(runtime))
-        recorder.on = last - task.free_steps <= n_tokens < last
-        if recorder.on:
-            recorder.next_step()
-
-    runtime.engine.before_step = before_step
+    measuring, prefill_s = _Measuring(task, built), 0.0
+    runtime.engine.before_step = measuring.before_step
     serving = asyncio.create_task(runtime.engine.run())
     watching = asyncio.create_task(footprint.watch())
     try:
-        with recorder.kernel_calls():
+        with built.recorder.kernel_calls():
             async for _ in session.pieces():
                 prefill_s = prefill_s or perf_counter() - began_s
-        recorder.on = False
-        moments.append(_moment(runtime))
+            await measuring.end()
     finally:
         serving.cancel()
         watching.cancel()
         await asyncio.wait([serving, watching])
-    peak_bytes = _status_bytes("VmHWM")
-    free_s = await free_run(recorder.steps, runtime.lane) if recorder.steps else []
-    start, end = moments[0], moments[-1]
-    tokens = len(moments) - 1
-    linked = min(len(free_s), tokens)
-    linked_ns = end.costs.wall - moments[-1 - linked].costs.wall
+    free_s = measuring.free_s
+    costs = measuring.costs()
     return Sample(
-        **_costs(start.costs, end.costs, tokens),
-        **_bytes(runtime, start, end, tokens),
-        requested=(end.requested - start.requested) / tokens,
-        hits=(end.hits - start.hits) / tokens,
-        free_ms=1e3 * sum(free_s[-linked:]) / linked if linked else 0.0,
-        linked_ms=linked_ns / 1e6 / linked if linked else 0.0,
-        peak_bytes=peak_bytes,
+        **costs,
+        **measuring.bytes(),
+        free_ms=1e3 * sum(free_s) / len(free_s) if free_s else 0.0,
+        linked_ms=costs["ms_per_token"] if free_s else 0.0,
+        peak_bytes=_status_bytes("VmHWM"),
         footprint_bytes=footprint.peak_bytes,
-        kv_bytes=kv_bytes_per_token(runtime.manifest.model, "f16") * (task.prompt_tokens + last),
+        kv_bytes=kv_bytes_per_token(runtime.manifest.model, "f16") * (task.prompt_tokens + task.generated),
         budget_bytes=runtime.ffn.allocation.budget_bytes if runtime.ffn.allocation else 0,
         prefill_s=prefill_s,
         notes=built.notes,
     )
+
+
+class _Measuring:
+    """Takes the counters of steps, and between them does others once more without dependencies.
+
+    Both take turns, some steps at a time: whatever else the machine is busy with meets both. Steps that are
+    recorded for the free run, which takes time, are not measured.
+
+    Attributes:
+        free_s: seconds of each step that was done once more.
+    """
+
+    def __init__(self, task: Task, built: Built) -> None:
+        self.free_s: list[float] = []
+        self._runtime, self._recorder = built.runtime, built.recorder
+        self._first = 1 + task.warmup_tokens
+        turns = max(1, task.free_steps // _RECORDED_STEPS)
+        self._recorded: list[bool] = []
+        for turn in range(turns):
+            for steps, recorded in ((task.tokens, False), (task.free_steps, True)):
+                self._recorded += [recorded] * (steps * (turn + 1) // turns - steps * turn // turns)
+        self._n_tokens = 0
+        self._measured: list[tuple[_Moment, _Moment]] = []
+        self._since: _Moment | None = None
+        self._tokens = task.tokens
+
+    async def before_step(self, phase: str) -> None:
+        """See ``Engine.before_step``: each step of this phase follows on a token."""
+        self._n_tokens += phase == "decode"
+        await self._between(self._n_tokens - self._first)
+
+    async def end(self) -> None:
+        """The last step is over."""
+        await self._between(len(self._recorded))
+
+    async def _between(self, step: int) -> None:
+        """Before a step, counted from the first that is measured."""
+        if step < 0:
+            return
+        recorded = self._recorded[step] if step < len(self._recorded) else None
+        if self._since is not None and recorded is not False:
+            self._measured.append((self._since, _moment(self._runtime)))
+            self._since = None
+        recorder = self._recorder
+        recorder.on = recorded is True
+        if recorded:
+            recorder.next_step()
+        elif recorder.steps:
+            from flashd.tools.bench.token.free_run import free_run
+
+            self.free_s += await free_run(recorder.steps, self._runtime.lane)
+            recorder.steps.clear()
+        if self._since is None and recorded is False:
+            self._since = _moment(self._runtime)
+
+    def costs(self) -> dict[str, Any]:
+        """What a token cost, by kind."""
+
+        def ms(name: str) -> float:
+            return self._sum(lambda moment: getattr(moment.costs, name)) / 1e6
+
+        total, parts = ms("wall"), {name: ms(name) for name in ("flash_wait", "memory", "compute")}
+        return {
+            "ms_per_token": total,
+            "flash_wait_ms": parts["flash_wait"],
+            "flash_busy_ms": ms("flash_busy"),
+            "memory_ms": parts["memory"],
+            "compute_ms": parts["compute"],
+            "overhead_ms": total - sum(parts.values()),
+        }
+
+    def bytes(self) -> dict[str, Any]:
+        """What a token read."""
+        by_engine = self._sum(lambda moment: moment.engine_bytes)
+        counted = self._measured[0][0].kernel_bytes is not None
+        by_kernel = self._sum(lambda moment: moment.kernel_bytes or 0)
+        counted = counted and by_kernel > 0
+        needed = self._sum(lambda moment: moment.needed_rows) * self._runtime.manifest.ffn.stride_bytes
+        return {
+            "bytes_per_token": by_kernel if counted else by_engine,
+            "counted": counted,
+            "engine_bytes_per_token": by_engine,
+            "reads_per_token": self._sum(lambda moment: moment.reads),
+            "needed_bytes_per_token": needed or self._sum(lambda moment: moment.delivered),
+            "requested": self._sum(lambda moment: moment.requested),
+            "hits": self._sum(lambda moment: moment.hits),
+        }
+
+    def _sum(self, value: Callable[[_Moment], float]) -> float:
+        """By how much a counter grew in the steps that were measured, per token."""
+        return sum(value(end) - value(start) for start, end in self._measured) / self._tokens
 
 
 def _submit(task: Task, runtime: Runtime) -> Session:
@@ -136,7 +209,7 @@ def _submit(task: Task, runtime: Runtime) -> Session:
     # one that repeats itself would have everything in its window.
     greedy = "synthetic" in runtime.manifest.provenance
     params = SamplingParams(
-        max_tokens=1 + task.warmup_tokens + task.tokens,
+        max_tokens=task.generated,
         temperature=0.0 if greedy else 1.0,
         seed=task.seed,
         ignore_eos=True,
@@ -163,35 +236,6 @@ def _moment(runtime: Runtime) -> _Moment:
         hits=sparse.resident,
         needed_rows=sparse.demand + sparse.prefetched_used,
     )
-
-
-def _costs(start: Reading, end: Reading, tokens: int) -> dict[str, Any]:
-    def ms(name: str) -> float:
-        return float(getattr(end, name) - getattr(start, name)) / 1e6 / tokens
-
-    total, parts = ms("wall"), {name: ms(name) for name in ("flash_wait", "memory", "compute")}
-    return {
-        "ms_per_token": total,
-        "flash_wait_ms": parts["flash_wait"],
-        "flash_busy_ms": ms("flash_busy"),
-        "memory_ms": parts["memory"],
-        "compute_ms": parts["compute"],
-        "overhead_ms": total - sum(parts.values()),
-    }
-
-
-def _bytes(runtime: Runtime, start: _Moment, end: _Moment, tokens: int) -> dict[str, Any]:
-    by_engine = (end.engine_bytes - start.engine_bytes) / tokens
-    counted = bool(end.kernel_bytes) and start.kernel_bytes is not None
-    by_kernel = ((end.kernel_bytes or 0) - (start.kernel_bytes or 0)) / tokens
-    needed = (end.needed_rows - start.needed_rows) * runtime.manifest.ffn.stride_bytes / tokens
-    return {
-        "bytes_per_token": by_kernel if counted else by_engine,
-        "counted": counted,
-        "engine_bytes_per_token": by_engine,
-        "reads_per_token": (end.reads - start.reads) / tokens,
-        "needed_bytes_per_token": needed or (end.delivered - start.delivered) / tokens,
-    }
 
 
 class _Footprint:
