@@ -9,15 +9,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from flashd import kernels
 from flashd.disk.buffered import BufferedEngine
 from flashd.disk.buffers import aligned_empty
-from flashd.disk.engine import ReadEngine, RowBatch
+from flashd.disk.engine import Checked, ReadEngine, RowBatch, RowCheck
 from flashd.disk.native_engine import open_native
 from flashd.errors import BundleCorruptError, DiskReadError
 from flashd.testing.engine_suite import one_read, random_file
 from flashd.testing.fake_engine import FakeDevice, FakeEngine
-from flashd.types import U8Array
+from flashd.types import U8Array, U32Array
 
 ROW = 4096
 CONTENT = np.random.default_rng(1).integers(0, 256, 64 * ROW, np.uint8)
@@ -147,3 +150,83 @@ async def test_engines_without(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="tickets"):
             engine.start(one_read(0, aligned_empty(512)))
         await engine.close()
+
+
+def sums_of(rows: U8Array) -> U32Array:
+    out = np.empty(len(rows), np.uint32)
+    kernels.crc32c(np.ascontiguousarray(rows), out)
+    return out
+
+
+@settings(max_examples=60, deadline=None, database=None)
+@given(
+    ids=st.lists(st.integers(0, 63), min_size=1, max_size=40),
+    trusted=st.sets(st.integers(0, 63)),
+    wrong=st.sets(st.integers(0, 63), max_size=5),
+    start=st.integers(0, 39),
+    count=st.integers(0, 40),
+    gap=st.sampled_from([0, 2]),
+    short=st.sampled_from([0.0, 0.4]),
+)
+def test_rows_are_checked_as_they_arrive(
+    ids: list[int], trusted: set[int], wrong: set[int], start: int, count: int, gap: int, short: float
+) -> None:
+    """Those that are not trusted, and some in a row by ascending id."""
+    start, count = start % len(ids), min(count, len(ids))
+    sums = sums_of(CONTENT.reshape(-1, ROW))
+    sums[list(wrong)] ^= 1
+    known = np.array([i in trusted for i in range(64)])
+    before = known.copy()
+
+    async def run() -> Checked | None:
+        engine = FakeEngine(CONTENT, depth=4, short_share=short, eio_share=short / 4)
+        batch, dest = rows_of(ids)
+        batch.max_gap_rows, batch.n_rows = gap, 64
+        batch.check = RowCheck(sums, known, start, count)
+        ticket = engine.start_rows(batch)
+        assert await asyncio.to_thread(ticket.wait)
+        np.testing.assert_array_equal(dest, CONTENT.reshape(-1, ROW)[ids])
+        await engine.close()
+        return ticket.checked
+
+    try:
+        checked = asyncio.run(run())
+    except DiskReadError:  # twice EIO
+        return
+    asked = sorted(ids)
+    sampled = [asked[(start + i) % len(asked)] for i in range(count)]
+    # A row that is asked for twice may be trusted the second time.
+    must = sampled + [i for i in asked if not before[i]]
+    assert checked is not None
+    assert set(must) - set(wrong) <= set(np.flatnonzero(known))
+    assert not known[sorted(set(must) & wrong)].any()
+    np.testing.assert_array_equal(np.delete(known, must), np.delete(before, must))
+    assert checked.first_wrong == min(set(must) & wrong, default=-1)
+    assert len(set(must)) <= checked.n_rows <= len(ids)
+    assert (checked.n_wrong > 0) == bool(set(must) & wrong)
+    assert checked.time_ns > 0 or not must
+    if len(set(ids)) == len(ids):
+        assert checked.n_rows == len(set(must))
+        assert checked.n_untrusted == sum(not before[i] for i in asked)
+        assert checked.n_wrong == len(set(must) & wrong)
+
+
+async def test_what_goes_through_scratch_is_not_checked_here() -> None:
+    engine = FakeEngine(CONTENT)
+    batch, _ = rows_of([1, 2], 1000)
+    batch.check = RowCheck(np.zeros(64, np.uint32), np.zeros(64, np.bool_), 0, 2)
+    ticket = engine.start_rows(batch)
+    assert await asyncio.to_thread(ticket.wait)
+    assert ticket.checked is None
+    await engine.close()
+
+
+async def test_a_checksum_is_asked_for_each_row_of_the_file() -> None:
+    engine = FakeEngine(CONTENT)
+    for sums, trusted, start in ((63, 64, 0), (64, 63, 0), (64, 64, -1)):
+        batch, _ = rows_of([1])
+        batch.n_rows = 64
+        batch.check = RowCheck(np.zeros(sums, np.uint32), np.zeros(trusted, np.bool_), start, 1)
+        with pytest.raises(ValueError, match="not one checksum for each row, or no sample"):
+            engine.start_rows(batch)
+    await engine.close()

@@ -110,3 +110,21 @@ async def test_a_step_that_nobody_wants_ends_before_the_next_layer(
     await forward(runtime, untouched, PROMPT)
     np.testing.assert_array_equal(after, await forward(runtime, untouched, [5]))
     await runtime.close()
+
+
+async def test_the_first_layer_is_guessed_before_its_attention(bundle: MadeBundle) -> None:
+    """The oracle looks ahead at no layer, but what it says of the first one's input without attention."""
+    small = {"budget": "60%", "window": 1, "eviction": "window"}
+    runtime = await start(bundle, predictor="oracle", prefetch="on", **small)
+    sparse = runtime.ffn.source.sparse
+    assert sparse is not None
+    kv = ContiguousKV(runtime.manifest.model, 64, "f32")
+    await forward(runtime, kv, PROMPT)
+    assert sparse.stats.prefetched == 0
+    for token in range(5, 13):
+        await forward(runtime, kv, [token])
+    stats = sparse.stats
+    assert stats.prefetch_layers == 1
+    assert stats.prefetched > 0
+    assert stats.prefetched_used > stats.prefetched / 2
+    await runtime.close()

@@ -17,6 +17,7 @@ from flashd.cli.bench_token import print_token
 from flashd.config import DaemonConfig
 from flashd.disk.probe import open_engine
 from flashd.errors import ConfigError, FlashdError
+from flashd.layout.manifest import BUNDLE
 from flashd.runtime.build import build
 from flashd.runtime.sampling import SamplingParams
 from flashd.store.open import open_manifest
@@ -24,14 +25,15 @@ from flashd.testing.bundles import make_bundle, tiny_spec
 from flashd.testing.store_suite import MadeStore, WeightStoreTests
 from flashd.tools.bench.token import TokenOptions, TokenReport, TokenRow, bench_token
 from flashd.tools.bench.token.budget import _demand, checked_budget, sensible_budget
-from flashd.tools.bench.token.build import build_mode
-from flashd.tools.bench.token.free_run import free_run
+from flashd.tools.bench.token.build import Built, build_mode
+from flashd.tools.bench.token.free_run import Recorder, free_run
 from flashd.tools.bench.token.limit import memory_group
 from flashd.tools.bench.token.modes import MODES, modes_named
 from flashd.tools.bench.token.options import Sample, Task
 from flashd.tools.bench.token.report import token_rows
 from flashd.tools.bench.token.run import _modes
 from flashd.tools.bench.token.split import SplitStore, split_copy
+from flashd.tools.bench.token.worker import _Measuring
 from flashd.tools.synth import SynthOptions, synth
 
 BUDGET = "3MB"  # of 1.8 MB of weights, 1 MB of stream buffers and 0.3 MB of predictors
@@ -182,7 +184,32 @@ async def test_what_is_recorded_can_be_done_once_more(bundle):
     seconds = await free_run(recorder.steps, runtime.lane)
     assert len(seconds) == len(recorder.steps)
     assert runtime.store.inner.read_stats.bytes_read - before == read > 0
+    # Nothing that later steps need has changed.
+    window = runtime.ffn.source.sparse.window
+    rows = np.fromfile(bundle / BUNDLE, np.uint8)
+    manifest = runtime.manifest
+    stride = manifest.ffn.stride_bytes
+    for layer, offset in enumerate(manifest.layer_offset_bytes):
+        here = np.flatnonzero((window.row_of[layer] >= 0) & ~window.in_flight[layer])
+        assert len(here) > 10
+        region = rows[offset : offset + manifest.ffn.n_neurons * stride].reshape(-1, stride)
+        np.testing.assert_array_equal(window.pool.matrix[window.row_of[layer][here]], region[here])
+    assert runtime.store.stats.checks.mismatched_rows == 0
     await runtime.close()
+
+
+def test_steps_are_measured_between_those_that_are_done_once_more(bundle):
+    def order(tokens: int, free_steps: int) -> str:
+        built = Built(None, Recorder(), ())
+        recorded = _Measuring(
+            task(bundle, "+prefetch", tokens=tokens, free_steps=free_steps), built
+        )._recorded
+        return "".join("fm"[not one] for one in recorded)
+
+    assert order(8, 8) == "mmmmffffmmmmffff"
+    assert order(5, 0) == "mmmmm"
+    assert order(1, 1) == "mf"
+    assert order(7, 9) == "mmmffffmmmmfffff"
 
 
 @pytest.fixture(scope="module")
