@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -17,12 +18,26 @@ from flashd.tools.bench.child import child
 from flashd.tools.bench.token.limit import memory_group
 from flashd.tools.synth import SynthOptions, synth
 
+T = TypeVar("T")
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+
+def until(condition: Callable[[], T], seconds: float = 20.0) -> T:
     end_s = time.monotonic() + seconds
-    while not condition():
+    while not (met := condition()):
         assert time.monotonic() < end_s, "it took too long"
         time.sleep(0.02)
+    return met
+
+
+def a_worker_of(number: int) -> psutil.Process | None:
+    """One of a benchmark's workers, each of which lives for a second or so."""
+    for process in psutil.Process(number).children():
+        try:
+            if "flashd.tools.bench.token.worker" in process.cmdline():
+                return process
+        except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            continue
+    return None
 
 
 def gone(process: psutil.Process) -> bool:
@@ -57,9 +72,8 @@ def test_nothing_outlives_a_benchmark(bundle: Path, number: int, status: int) ->
     process = subprocess.Popen(
         [*command, "--rounds", "500"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    parent = psutil.Process(process.pid)
-    until(lambda: any("worker" in " ".join(each.cmdline()) for each in parent.children()))
-    worker = parent.children()[0]
+    worker = until(lambda: a_worker_of(process.pid))
+    assert worker is not None
     process.send_signal(number)
     assert process.wait(20) == status
     until(lambda: gone(worker))
