@@ -34,9 +34,9 @@ try:
 except ImportError:  # FLASHD_NO_NATIVE=1 at installation
     AVAILABLE = False
 
-# What the kernel holds at once. A deeper queue is little faster for the device, and a demand read waits longer in
-# it; but what does not fit into it waits until the reading thread gets a CPU, which kernels keep busy meanwhile: a
-# layer's guess (some 80 rows of an OPT 1.3B, 300 of a 6.7B) shall fit nearly.
+# What the kernel holds at once. A deeper queue is little faster for the device, and a demand read waits
+# longer in it; but what does not fit waits until the reading thread gets a CPU, which kernels keep busy
+# meanwhile: a layer's guess (some 80 rows of an OPT 1.3B, 300 of a 6.7B) shall nearly fit.
 DEFAULT_DEPTH = {"uring": 256, "threads": 32}
 
 

@@ -273,13 +273,15 @@ def test_the_table_for_people(found, capsys):
 SAMPLE = Sample(
     ms_per_token=10.0, flash_wait_ms=4.0, flash_busy_ms=5.0, memory_ms=1.0, compute_ms=4.0, overhead_ms=1.0,
     bytes_per_token=1e7, counted=True, engine_bytes_per_token=1e7, reads_per_token=9.0,
-    needed_bytes_per_token=5e6, requested=100.0, hits=75.0, free_ms=8.0, linked_ms=10.0, peak_bytes=1 << 30,
-    footprint_bytes=1 << 30, kv_bytes=0, budget_bytes=1 << 30, prefill_s=1.0,
+    needed_bytes_per_token=5e6, requested=100.0, hits=75.0, free_ms=8.0, overlaps=(1.0, 1.2),
+    peak_bytes=1 << 30, footprint_bytes=1 << 30, kv_bytes=0, budget_bytes=1 << 30, prefill_s=1.0,
 )  # fmt: skip
 
 
 def test_a_row_is_the_median_round_beside_the_baselines():
-    rounds = [replace(SAMPLE, ms_per_token=ms, hits=ms) for ms in (30.0, 10.0, 20.0)]
+    rounds = [
+        replace(SAMPLE, ms_per_token=ms, hits=ms, overlaps=(ms / 10, 1.25)) for ms in (30.0, 10.0, 20.0)
+    ]
     rows = token_rows({"naive": [replace(SAMPLE, ms_per_token=60.0)], "+prefetch": rounds}, 1 << 29)
     naive, all_ = rows
     assert (all_.ms_per_token, all_.hit_ratio, all_.rounds_ms) == (20.0, 0.2, [30.0, 10.0, 20.0])

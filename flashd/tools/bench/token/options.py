@@ -113,7 +113,7 @@ class Sample:
         needed_bytes_per_token: of the rows that were requested and not in RAM; of all rows without masks.
         requested, hits: rows per token; 0 without masks.
         free_ms: of the steps that were done once more, each, on their own; 0 if none.
-        linked_ms: of the steps between them; 0 if none.
+        overlaps: of each turn, its steps' time over that of those done once more after it.
         peak_bytes: the most resident memory of the process, files that are mapped included.
         footprint_bytes: the most of its own memory (RssAnon and RssShmem), sampled 20 times a second, less
             what it had before anything was loaded.
@@ -137,7 +137,7 @@ class Sample:
     requested: float
     hits: float
     free_ms: float
-    linked_ms: float
+    overlaps: tuple[float, ...]
     peak_bytes: int
     footprint_bytes: int
     kv_bytes: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from flashd.tools.bench.token.modes import HYBRID, MODES, NAIVE
 from flashd.tools.bench.token.options import Sample
@@ -32,8 +33,8 @@ class TokenRow:
             is for, and scratch.
         hit_ratio: requested rows that were in RAM or on their way; None without masks.
         overlap: time per token over that of the free run: the same reads and kernels, concurrent and
-            without dependencies; None if it was not made.
-        free_run_ms: the free run's, of the same steps as ``overlap``.
+            without dependencies. The median of all turns of all rounds; None if it was not made.
+        free_run_ms: the free run's, in this round.
         amplification: bytes read for each that was needed.
         reads_per_token: of the device.
         requested_rows: per token; None without masks.
@@ -130,7 +131,7 @@ def _row(
 ) -> TokenRow:
     busy_ms = sample.flash_busy_ms
     footprint = max(one.footprint_bytes - one.kv_bytes for one in rounds)
-    overlap = sample.linked_ms / sample.free_ms if sample.free_ms else None
+    overlaps = [overlap for one in rounds for overlap in one.overlaps]
     needed = sample.needed_bytes_per_token
     return TokenRow(
         mode=name,
@@ -145,7 +146,7 @@ def _row(
         ram_gb=max(one.peak_bytes for one in rounds) / 1e9,
         footprint_gb=footprint / 1e9,
         hit_ratio=sample.hits / sample.requested if sample.requested else None,
-        overlap=overlap,
+        overlap=median(overlaps) if overlaps else None,
         free_run_ms=sample.free_ms or None,
         amplification=sample.engine_bytes_per_token / needed if needed else 1.0,
         reads_per_token=sample.reads_per_token,

@@ -183,7 +183,7 @@ def _measured(task: Task) -> Sample:
         raise InternalError(f"mode {task.mode} ended without a result: {why}") from exc
     if "error" in result:
         raise FlashdError(f"mode {task.mode}: {result['error']}")
-    return Sample(**{**result, "notes": tuple(result["notes"])})
+    return Sample(**{**result, "notes": tuple(result["notes"]), "overlaps": tuple(result["overlaps"])})
 
 
 def _notes(samples: dict[str, list[Sample]], rows: list[TokenRow]) -> list[str]:

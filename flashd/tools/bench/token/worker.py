@@ -35,8 +35,9 @@ _RECORDED_STEPS = 4
 
 @dataclass(frozen=True)
 class _Moment:
-    """All counters between two tokens."""
+    """All counters before a step."""
 
+    step: int
     costs: Reading
     kernel_bytes: int | None
     engine_bytes: int
@@ -94,12 +95,11 @@ async def _measured(task: Task, built: Built, footprint: _Footprint) -> Sample:
         watching.cancel()
         await asyncio.wait([serving, watching])
     free_s = measuring.free_s
-    costs = measuring.costs()
     return Sample(
-        **costs,
+        **measuring.costs(),
         **measuring.bytes(),
         free_ms=1e3 * sum(free_s) / len(free_s) if free_s else 0.0,
-        linked_ms=costs["ms_per_token"] if free_s else 0.0,
+        overlaps=tuple(measuring.overlaps),
         peak_bytes=_status_bytes("VmHWM"),
         footprint_bytes=footprint.peak_bytes,
         kv_bytes=kv_bytes_per_token(runtime.manifest.model, "f16") * (task.prompt_tokens + task.generated),
@@ -117,10 +117,12 @@ class _Measuring:
 
     Attributes:
         free_s: seconds of each step that was done once more.
+        overlaps: by turn, the time of a step over that of one done once more.
     """
 
     def __init__(self, task: Task, built: Built) -> None:
         self.free_s: list[float] = []
+        self.overlaps: list[float] = []
         self._runtime, self._recorder = built.runtime, built.recorder
         self._first = 1 + task.warmup_tokens
         turns = max(1, task.free_steps // _RECORDED_STEPS)
@@ -148,7 +150,7 @@ class _Measuring:
             return
         recorded = self._recorded[step] if step < len(self._recorded) else None
         if self._since is not None and recorded is not False:
-            self._measured.append((self._since, _moment(self._runtime)))
+            self._measured.append((self._since, _moment(self._runtime, step)))
             self._since = None
         recorder = self._recorder
         recorder.on = recorded is True
@@ -157,10 +159,14 @@ class _Measuring:
         elif recorder.steps:
             from flashd.tools.bench.token.free_run import free_run
 
-            self.free_s += await free_run(recorder.steps, self._runtime.lane)
+            free_s = await free_run(recorder.steps, self._runtime.lane)
             recorder.steps.clear()
+            self.free_s += free_s
+            start, end = self._measured[-1]
+            step_s = (end.costs.wall - start.costs.wall) / 1e9 / (end.step - start.step)
+            self.overlaps.append(step_s * len(free_s) / sum(free_s))
         if self._since is None and recorded is False:
-            self._since = _moment(self._runtime)
+            self._since = _moment(self._runtime, step)
 
     def costs(self) -> dict[str, Any]:
         """What a token cost, by kind."""
@@ -219,7 +225,7 @@ def _submit(task: Task, runtime: Runtime) -> Session:
     return runtime.engine.submit(prompt.tolist(), params)
 
 
-def _moment(runtime: Runtime) -> _Moment:
+def _moment(runtime: Runtime, step: int) -> _Moment:
     from flashd.runtime.costs import CostClock
     from flashd.stats import SparseStats
     from flashd.tools.bench.measure import kernel_read_bytes
@@ -227,6 +233,7 @@ def _moment(runtime: Runtime) -> _Moment:
     source, store = runtime.ffn.source, runtime.store.stats
     sparse = SparseStats() if source.sparse is None else source.sparse.stats
     return _Moment(
+        step=step,
         costs=CostClock(store, source.stats, runtime.lane.stats).read(),
         kernel_bytes=kernel_read_bytes(),
         engine_bytes=store.device.bytes_read,
