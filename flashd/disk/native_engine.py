@@ -37,7 +37,8 @@ except ImportError:  # FLASHD_NO_NATIVE=1 at installation
 # What the kernel holds at once. A deeper queue is little faster for the device, and a demand read waits
 # longer in it; but what does not fit waits until the reading thread gets a CPU, which kernels keep busy
 # meanwhile: a layer's guess (some 80 rows of an OPT 1.3B, 300 of a 6.7B) shall nearly fit.
-DEFAULT_DEPTH = {"uring": 256, "threads": 32}
+# One fewer than a power of two: the ring has an entry more, and twice the locked memory from 256 on.
+DEFAULT_DEPTH = {"uring": 255, "threads": 32}
 
 
 _MAX_REGISTERED_BYTES = 1 << 30
