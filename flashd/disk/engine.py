@@ -184,12 +184,8 @@ class ReadTicket(ABC):
     checked: Checked | None = None
 
     @abstractmethod
-    def done(self) -> bool:
-        """Whether ``wait`` would not have to wait for the device."""
-
-    @abstractmethod
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
-        """Block, without the GIL, until the read has ended.
+        """Block, without the GIL, until the read has ended. 0 only asks whether it has.
 
         Returns:
             False where it has not in that time. True, once: afterwards the ticket is used up, and so it

@@ -303,10 +303,6 @@ class _Ticket(ReadTicket):
         self._checks = checks
         self.checked = None
 
-    def done(self) -> bool:
-        """See ``ReadTicket.done``."""
-        return self._engine._core.ended(self._number)
-
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""
         told = self._engine._core.wait(self._number, timeout_s)
@@ -324,10 +320,6 @@ class _Ticket(ReadTicket):
 
 class _Nothing(ReadTicket):
     """Of a batch that reads nothing."""
-
-    def done(self) -> bool:
-        """See ``ReadTicket.done``."""
-        return True
 
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""

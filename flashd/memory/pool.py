@@ -62,15 +62,7 @@ class RowPool:
         guessed: BoolArray | None = None,
     ) -> tuple[I64Array, I64Array]:
         """Free rows for those of some neurons that have none, ascending like these, so that neighbours in the
-        file become neighbours in memory where that is possible.
-
-        Args:
-            ids: ``[m]``, neurons of a layer, ascending.
-            most: how many may get a row.
-            row_of: ``[n]``, the layer's rows by neuron, in which they get theirs.
-            in_flight: ``[n]``, True for those that get one.
-            first: number of the layer's first neuron.
-            guessed: ``[n]``, likewise.
+        file become neighbours in memory where that is possible; see ``kernels.take_rows``.
 
         Returns:
             Neurons that have got a row, and their rows.

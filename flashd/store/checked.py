@@ -345,10 +345,6 @@ class _Ticket(ReadTicket):
         self._plan, check = store.plan_check(rows)
         self._inner = start(check)
 
-    def done(self) -> bool:
-        """See ``ReadTicket.done``."""
-        return self._inner.done()
-
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``. Reading again may take as long once more."""
         if not self._inner.wait(timeout_s):

@@ -146,10 +146,6 @@ class _Ticket(ReadTicket):
         self._inner = inner
         self._nbytes = nbytes
 
-    def done(self) -> bool:
-        """See ``ReadTicket.done``."""
-        return self._inner.done()
-
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""
         try:

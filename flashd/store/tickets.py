@@ -29,10 +29,6 @@ class LoopTicket(ReadTicket):
             read.close()
             raise
 
-    def done(self) -> bool:
-        """See ``ReadTicket.done``."""
-        return self._future.done()
-
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""
         if not self._future.done() and not wait([self._future], timeout_s).done:
@@ -55,10 +51,6 @@ class LayerTicket(ReadTicket):
         self._inner = inner
         self._layer = layer
         self.checked = None
-
-    def done(self) -> bool:
-        """See ``ReadTicket.done``."""
-        return self._inner.done()
 
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         """See ``ReadTicket.wait``."""

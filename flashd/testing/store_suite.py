@@ -134,7 +134,7 @@ class WeightStoreTests:
             jobs.append((store.start_rows(2, ids, out, None, loop), ids, out, ids))
             for ticket, ids, out, rows in jobs:
                 while not ticket.wait(0.01):
-                    assert not ticket.done()
+                    pass
                 np.testing.assert_array_equal(out[rows], made.rows[2][ids])
                 assert (np.delete(out, rows, axis=0) == _GUARD).all()
 

@@ -86,9 +86,6 @@ class _Ticket(ReadTicket):
         self.wrong = wrong
         self.out = out
 
-    def done(self) -> bool:
-        return self.inner.done()
-
     def wait(self, timeout_s: float = FOREVER_S) -> bool:
         if not self.inner.wait(timeout_s):
             return False

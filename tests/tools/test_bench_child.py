@@ -25,7 +25,7 @@ def until(condition: Callable[[], T], seconds: float = 20.0) -> T:
     end_s = time.monotonic() + seconds
     while not (met := condition()):
         assert time.monotonic() < end_s, "it took too long"
-        time.sleep(0.02)
+        time.sleep(0.02)  # nobody tells of the end of a process that is not ours
     return met
 
 

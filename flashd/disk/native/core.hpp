@@ -124,8 +124,6 @@ public:
     std::vector<Done> completed();
     // How a batch with a ticket ended, once; false if it has not after so many ns. Releases the GIL.
     bool wait(uint64_t id, int64_t timeout_ns, Done* done);
-    // Whether `wait` would not wait.
-    bool ended(uint64_t id);
     // Batches with a ticket that have not ended.
     int64_t tickets();
     // Time so far with at least one batch that has not ended.

@@ -163,13 +163,12 @@ NB_MODULE(_native, module) {
         .def("submit", &submit, arg("file"), arg("offset"), arg("first"), arg("length"),
              arg("at"), arg("in_place"), arg("dest"), arg("prefetch"), arg("ticket"))
         .def("submit_rows", &submit_rows, arg("file"), arg("offset"), arg("stride"), arg("ids"), arg("rows"),
-             arg("dest"), arg("limit"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"),
-             arg("sums").none() = nb::none(), arg("trusted").none() = nb::none(), arg("check_start") = 0,
+             arg("dest").noconvert(), arg("limit"), arg("max_gap"), arg("max_run"), arg("prefetch"), arg("ticket"),
+             arg("sums").none() = nb::none(), arg("trusted").noconvert().none() = nb::none(), arg("check_start") = 0,
              arg("check_count") = 0)
         .def("cancel", &Core::cancel, arg("batch"))
         .def("completed", &completed)
         .def("wait", &wait, arg("batch"), arg("timeout_s"))
-        .def("ended", &Core::ended, arg("batch"))
         .def("tickets", &Core::tickets)
         .def("busy_ns", &Core::busy_ns)
         .def("fileno", &Core::event_fd)

@@ -26,11 +26,6 @@ bool Core::wait(uint64_t id, int64_t timeout_ns, Done* done) {
     return true;
 }
 
-bool Core::ended(uint64_t id) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return done_tickets_.count(id) > 0;
-}
-
 int64_t Core::tickets() {
     std::lock_guard<std::mutex> lock(mutex_);
     return tickets_;

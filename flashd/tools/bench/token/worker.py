@@ -187,9 +187,8 @@ class _Measuring:
     def bytes(self) -> dict[str, Any]:
         """What a token read."""
         by_engine = self._sum(lambda moment: moment.engine_bytes)
-        counted = self._measured[0][0].kernel_bytes is not None
         by_kernel = self._sum(lambda moment: moment.kernel_bytes or 0)
-        counted = counted and by_kernel > 0
+        counted = by_kernel > 0
         needed = self._sum(lambda moment: moment.needed_rows) * self._runtime.manifest.ffn.stride_bytes
         return {
             "bytes_per_token": by_kernel if counted else by_engine,
