@@ -43,6 +43,12 @@ def flashd(runtime_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def running(runtime_dir: Path) -> list[dict[str, Any]]:
+    """What ``ps`` says, less this user's daemons elsewhere: `make run` may have left one."""
+    listed = json.loads(flashd(runtime_dir, "ps", "--json").stdout)
+    return [row for row in listed if Path(row["socket"]).is_relative_to(runtime_dir)]
+
+
 def stream_until_end(daemon: Daemon, started: threading.Event, out: list[str]) -> None:
     with daemon.http() as http, http.stream("POST", "/v1/completions", json=ENDLESS) as response:
         for line in response.iter_lines():
@@ -185,7 +191,7 @@ def test_start_ps_stop(bundle: Path, tmp_path: Path) -> None:
         assert other.returncode == 1
         assert "already served" in other.stderr
         assert len(other.stderr.strip().splitlines()) == 1
-        listed = json.loads(flashd(tmp_path, "ps", "--json").stdout)
+        listed = running(tmp_path)
         assert [row["socket"] for row in listed] == [str(path)]
         assert str(listed[0]["pid"]) in flashd(tmp_path, "ps").stdout
     finally:
@@ -194,7 +200,7 @@ def test_start_ps_stop(bundle: Path, tmp_path: Path) -> None:
     assert not path.exists()
     pid = listed[0]["pid"]
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    assert json.loads(flashd(tmp_path, "ps", "--json").stdout) == []
+    assert running(tmp_path) == []
     nobody = flashd(tmp_path, "stop")
     assert nobody.returncode == 1
     assert "no daemon serves this socket" in nobody.stderr
@@ -205,7 +211,7 @@ def test_what_a_killed_daemon_leaves_is_replaced(bundle: Path, tmp_path: Path) -
         assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
         assert daemon.socket.exists()
         assert read_record(daemon.socket) is None
-    assert json.loads(flashd(tmp_path, "ps", "--json").stdout) == []
+    assert running(tmp_path) == []
     with serving(bundle, tmp_path) as daemon, daemon.http() as http:
         assert http.get("/health").status_code == 200
 
@@ -238,7 +244,7 @@ def test_junk_among_the_records_does_not_disturb_ps(bundle: Path, tmp_path: Path
         (records / "1.json").write_text("[" * 100_000)
         (records / "2.json").write_text('{"socket": 7}')
         (records / "3.json").mkdir()
-        listed = json.loads(flashd(tmp_path, "ps", "--json").stdout)
+        listed = running(tmp_path)
         assert [row["pid"] for row in listed] == [daemon.process.pid]
 
 
