@@ -47,3 +47,15 @@ def test_tables_are_those_of_the_results() -> None:
                 assert token_table(found) in document, name
             else:  # told in words
                 assert all(f"{row['ms_per_token']:.1f}" in document for row in found["rows"]), name
+
+
+def test_policies_and_orders_are_those_of_the_results() -> None:
+    document = (REPO / "docs" / "measurements.md").read_text()
+    policies = ("frequency", "lru", "window")
+    for budget, found in json.loads((RESULTS / "eviction-opt-relu-6m.json").read_text()).items():
+        rows = [found[name]["rows"][0] for name in policies]
+        missing = [row["requested_rows"] * (1 - row["hit_ratio"]) for row in rows]
+        assert missing == sorted(missing), "the default is what reads least"
+        assert f"| {budget[:-1]} % | {' | '.join(f'{rows:.1f}' for rows in missing)} |" in document
+    for name, cost in json.loads((RESULTS / "reorder-opt-relu-6m.json").read_text())["costs"].items():
+        assert f"| {name} | {cost['reads']:.1f} | {cost['nbytes'] / 1e3:.1f} |" in document

@@ -43,10 +43,9 @@ def flashd(runtime_dir: Path, *args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def running(runtime_dir: Path) -> list[dict[str, Any]]:
+def running(folder: Path) -> list[dict[str, Any]]:
     """What ``ps`` says, less this user's daemons elsewhere: `make run` may have left one."""
-    listed = json.loads(flashd(runtime_dir, "ps", "--json").stdout)
-    return [row for row in listed if Path(row["socket"]).is_relative_to(runtime_dir)]
+    return [row for row in json.loads(flashd(folder, "ps", "--json").stdout) if str(folder) in row["socket"]]
 
 
 def stream_until_end(daemon: Daemon, started: threading.Event, out: list[str]) -> None:
