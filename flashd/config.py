@@ -28,7 +28,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BATCH = 16  # the kernels' limit: one step reads each weight once for so many sequences
 MAX_THREADS = 256  # of the kernels
 ENV_PREFIX = "FLASHD_"
-_BUDGET = re.compile(r"auto|\d+(\.\d+)? *(%|[kmgt]?i?b?)", re.IGNORECASE)
+_MEMORY = re.compile(r"auto|\d+(\.\d+)? *(%|[kmgt]?i?b?)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,14 @@ class DaemonConfig:
         backend: how the FFN rows are read: ``auto``, ``uring``, ``threads``, ``buffered`` or ``memory``.
         verify: which FFN rows are compared with their checksums when they are read: ``auto`` (each
             the first time, later as many as take 2 % of the time) or ``reads`` (every time).
-        budget: memory for weights, predictors, the window and stream buffers: ``auto`` (what is available
-            now, less a tenth), a size such as ``4GiB``, or a share of all weights such as ``55%``.
+        memory: what the process may take: ``auto`` (what is free, as that changes), a size such as ``4GiB``
+            for everything, or a share of all weights such as ``55%`` for weights, predictors, the window
+            and stream buffers; the process itself and a short KV cache come on top of a share.
         predictor: which neurons are computed: ``auto`` (what the bundle was calibrated with, if it was),
-            ``none`` (all) or ``oracle`` (the true ones, with all rows in RAM beside the budget: for tests).
+            ``none`` (all) or ``oracle`` (the true ones, with all rows in RAM beside the rest: for tests).
         eviction: which neurons leave RAM first: ``frequency``, ``lru`` or ``window`` (the
             paper's).
-        window: steps whose neurons stay in RAM; 0: as many as the budget holds.
+        window: steps whose neurons stay in RAM; 0: as many as fit.
         prefetch: whether rows are read ahead on a guess: ``auto`` (as long as it pays), ``on`` or ``off``.
         kv_dtype: element type of the KV cache.
         max_sessions: sequences decoded together (1..16).
@@ -63,7 +64,7 @@ class DaemonConfig:
     name: str = ""
     backend: str = "auto"
     verify: str = "auto"
-    budget: str = "auto"
+    memory: str = "auto"
     predictor: str = "auto"
     eviction: str = "frequency"
     window: int = 0
@@ -85,9 +86,9 @@ class DaemonConfig:
         _one_of("log_level", self.log_level, LOG_LEVELS)
         _between("max_sessions", self.max_sessions, 1, MAX_BATCH)
         _between("window", self.window, 0, 1 << 20)
-        if not _BUDGET.fullmatch(self.budget.strip()):
+        if not _MEMORY.fullmatch(self.memory.strip()):
             raise ConfigError(
-                f"budget is {self.budget!r}, expected auto, a size such as 4GiB, or a share such as 55%"
+                f"memory is {self.memory!r}, expected auto, a size such as 4GiB, or a share such as 55%"
             )
         _between("max_queue", self.max_queue, 0, 100_000)
         _between("threads", self.threads, 0, 1024)

@@ -196,6 +196,53 @@ class EngineStats:
     )
 
 
+# Direction and reason: others take memory, there is room again, sequences need KV caches.
+MEMORY_CHANGES = (("shrink", "pressure"), ("shrink", "sequences"), ("grow", "room"))
+
+
+@dataclass
+class MemoryStats:
+    """What the governor sees and does; bytes now, and counts since the start.
+
+    Attributes:
+        available_bytes: how much more the process can take.
+        footprint_bytes: its own memory.
+        limit_bytes: what it may take in all.
+        reserve_bytes: what is left to others.
+        weights_bytes: what weights, predictors, buffers, layers and rows may take.
+        window_bytes: pages of the window.
+        kv_promised_bytes: KV caches of the running sequences with all tokens that they may still take.
+        kv_counted_bytes: of these, what is set aside.
+        stalled: share of time that somebody waited for memory.
+        k: steps whose requests fit into the window.
+        window_capacity: its rows.
+        dense_layers: layers without a mask in RAM.
+        admission_paused: whether a request waits for memory.
+        wake_ups: looks that did not wait their time.
+        k_changes: changes of ``k``.
+        changes: of what weights may take, by direction and reason.
+    """
+
+    available_bytes: int = 0
+    footprint_bytes: int = 0
+    limit_bytes: int = 0
+    reserve_bytes: int = 0
+    weights_bytes: int = 0
+    window_bytes: int = 0
+    kv_promised_bytes: int = 0
+    kv_counted_bytes: int = 0
+    stalled: float = 0.0
+    k: int = 0
+    window_capacity: int = 0
+    dense_layers: int = 0
+    admission_paused: bool = False
+    wake_ups: int = 0
+    k_changes: int = 0
+    changes: Counter[tuple[str, str]] = field(
+        default_factory=lambda: Counter(dict.fromkeys(MEMORY_CHANGES, 0))
+    )
+
+
 @dataclass
 class ServerStats:
     """What the HTTP side saw."""

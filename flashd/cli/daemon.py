@@ -65,13 +65,13 @@ VerifyOption = Annotated[
         )
     ),
 ]
-BudgetOption = Annotated[
+MemoryOption = Annotated[
     str | None,
     typer.Option(
         help=_about(
-            "budget",
-            "Memory for weights, predictors, window and stream buffers: auto (what is available now, "
-            "less a tenth), a size (4GiB) or a share of all weights (55%)",
+            "memory",
+            "What the daemon may take: auto (what is free, as that changes), a size (4GiB) for everything, "
+            "or a share of all weights (55%) for weights and window",
         )
     ),
 ]
@@ -91,7 +91,7 @@ EvictionOption = Annotated[
 ]
 WindowOption = Annotated[
     int | None,
-    typer.Option(help=_about("window", "Steps whose neurons stay in RAM; 0 is what the budget holds")),
+    typer.Option(help=_about("window", "Steps whose neurons stay in RAM; 0 is as many as fit")),
 ]
 PrefetchOption = Annotated[
     str | None,
@@ -117,7 +117,7 @@ def start(
     ] = None,
     backend: BackendOption = None,
     verify: VerifyOption = None,
-    budget: BudgetOption = None,
+    memory: MemoryOption = None,
     predictor: PredictorOption = None,
     eviction: EvictionOption = None,
     window: WindowOption = None,
@@ -146,7 +146,7 @@ def start(
         "name": name,
         "backend": backend,
         "verify": verify,
-        "budget": budget,
+        "memory": memory,
         "predictor": predictor,
         "eviction": eviction,
         "window": window,

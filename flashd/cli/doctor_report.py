@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 from flashd.cli.render import human_bytes, paragraph, table
 
 if TYPE_CHECKING:
+    from flashd.memory.cgroups import MemoryLimit
     from flashd.tools.doctor_facts import Alignment, BundleFacts, Candidate, CurveFacts, DoctorReport
-    from flashd.tools.host import LockedMemory, MemoryLimit, Mount
+    from flashd.tools.host import LockedMemory, Mount
 
 T = TypeVar("T")
 

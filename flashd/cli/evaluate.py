@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flashd.cli.daemon import BudgetOption, JsonOption, KvOption
+from flashd.cli.daemon import JsonOption, KvOption, MemoryOption
 from flashd.cli.render import human_duration, note, paragraph, print_json, table
 from flashd.errors import ConfigError
 
@@ -57,7 +57,7 @@ def evaluate(
     items: Annotated[int, typer.Option(min=0, help="Cloze items at most; 0: all.")] = 200,
     distractors: Annotated[int, typer.Option(min=1, help="Words that the last word competes with.")] = 9,
     mode: ModeOption = None,
-    budget: BudgetOption = None,
+    memory: MemoryOption = None,
     kv_dtype: KvOption = None,
     as_json: JsonOption = False,
 ) -> None:  # fmt: skip
@@ -75,7 +75,7 @@ def evaluate(
 
     if task not in _TASKS:
         raise ConfigError(f"--task is {task!r}, expected one of: {', '.join(_TASKS)}")
-    config = resolve({"model": str(directory), "budget": budget, "kv_dtype": kv_dtype})
+    config = resolve({"model": str(directory), "memory": memory, "kv_dtype": kv_dtype})
     texts, ids = tuple(text or ()), tuple(tokens_file or ())
     options = EvalOptions(
         texts=texts,

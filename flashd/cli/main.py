@@ -12,11 +12,13 @@ from flashd import __version__
 from flashd.cli import (
     bench,
     bench_token,
+    bench_window,
     bundle,
     calibrate,
     daemon,
     doctor,
     evaluate,
+    plan,
     reorder,
     steady,
     synth,
@@ -45,9 +47,11 @@ app.command()(bundle.inspect)
 app.command()(bundle.verify)
 app.command("eval")(evaluate.evaluate)
 app.command()(synth.synth)
+app.command()(plan.plan)
 app.command()(doctor.doctor)
 bench.bench.command("steady")(steady.steady)
 bench.bench.command("token")(bench_token.bench_token)
+bench.bench.command("window")(bench_window.bench_window)
 app.add_typer(bench.bench)
 app.command()(daemon.start)
 app.command()(daemon.ps)

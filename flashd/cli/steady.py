@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from flashd.cli.daemon import (
-    BudgetOption,
     EvictionOption,
     JsonOption,
+    MemoryOption,
     PredictorOption,
     PrefetchOption,
     WindowOption,
@@ -25,7 +25,7 @@ def steady(
         str, typer.Option(help="What to continue [default: random tokens].", show_default=False)
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="How often; medians count.")] = 1,
-    budget: BudgetOption = None,
+    memory: MemoryOption = None,
     predictor: PredictorOption = None,
     eviction: EvictionOption = None,
     window: WindowOption = None,
@@ -44,7 +44,7 @@ def steady(
     from flashd.tools.bench.steady import MAX_SLOWDOWN, MAX_SPREAD, bench_steady
 
     flags = {
-        "budget": budget, "predictor": predictor, "eviction": eviction, "window": window,
+        "memory": memory, "predictor": predictor, "eviction": eviction, "window": window,
         "prefetch": prefetch,
     }  # fmt: skip
     config = resolve({"model": str(directory), **flags})

@@ -7,6 +7,7 @@ moves; pages cost memory only when they are written.
 from __future__ import annotations
 
 import mmap
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -46,6 +47,9 @@ class ContiguousKV:
             pages = mmap.mmap(-1, max(nbytes, 1), flags=flags)
         except (OSError, OverflowError, ValueError) as exc:
             raise MemoryError(f"no room for a KV cache of {nbytes} bytes: {exc}") from exc
+        with suppress(OSError):  # a kernel without huge pages
+            # Each head's part is written from its beginning: huge pages would all be there at once.
+            pages.madvise(mmap.MADV_NOHUGEPAGE)
         self._data = np.frombuffer(pages, NUMPY_DTYPE[dtype], prod(shape)).reshape(shape)
         self.capacity = capacity
         self.length = 0

@@ -20,9 +20,11 @@ class EvictionPolicy(ABC):
 
     Attributes:
         name: in the configuration.
+        k: steps whose requests fit; may be changed. Only ``window`` goes by it.
     """
 
     name: str
+    k: int = 1
 
     def counts(self, layer: int) -> F32Array | None:
         """What requests add up to, ``[n_neurons]``; None: nobody counts them."""

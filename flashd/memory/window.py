@@ -274,6 +274,34 @@ class Window:
         moved, rows = self.pool.resize(n_rows)
         self.row_of.reshape(-1)[moved] = rows
 
+    def balanced(self, capacity: Sequence[int]) -> list[int]:
+        """The same number of rows, split so that no layer would save more reads with another one than it
+        costs the layer that gives it: those neurons of all layers that are requested most.
+
+        Args:
+            capacity: rows of each layer; layers with none get none.
+
+        Returns:
+            Rows of each layer; ``capacity`` where nobody counts requests.
+        """
+        layers = [layer for layer, rows in enumerate(capacity) if rows]
+        counts = [self.policy.counts(layer) for layer in layers]
+        known = [count for count in counts if count is not None]
+        shared = sum(capacity) - len(layers)  # each has one anyway
+        if len(known) < len(layers) or not 0 < shared < len(layers) * (self._n_neurons - 1):
+            return list(capacity)
+        every = np.concatenate(known)
+        best = np.argpartition(every, len(every) - shared)[len(every) - shared :]
+        shares = np.bincount(best // self._n_neurons, minlength=len(layers))
+        split = [0] * len(capacity)
+        for layer, rows in zip(layers, shares.tolist(), strict=True):
+            split[layer] = min(self._n_neurons, 1 + rows)
+        return split
+
+    def balance(self) -> None:
+        """Split the layers' rows anew by what was requested lately."""
+        self.capacity = self.balanced(self.capacity)
+
     def _expires(self, layer: int) -> bool:
         return type(self.policy).expired is not EvictionPolicy.expired and self.used[layer] > 0
 

@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from prometheus_client.registry import Collector
 
 from flashd.metrics.names import METRICS
-from flashd.stats import EngineStats, Histogram, ServerStats, SparseStats, StoreStats
+from flashd.stats import EngineStats, Histogram, MemoryStats, ServerStats, SparseStats, StoreStats
 
 __all__ = ["CONTENT_TYPE", "Exporter", "ModelView"]
 
@@ -33,6 +33,7 @@ class ModelView:
     engine: EngineStats
     store: StoreStats
     sparse: SparseStats
+    memory: MemoryStats
     resident_bytes: int
     info: dict[str, str]
 
@@ -79,6 +80,7 @@ class Exporter(Collector):
             yield from _engine(self._model.engine)
             yield from _store(self._model.store)
             yield from _sparse(self._model.sparse)
+            yield from _memory(self._model.memory)
 
 
 def _engine(stats: EngineStats) -> Iterator[Metric]:
@@ -136,6 +138,28 @@ def _sparse(stats: SparseStats) -> Iterator[Metric]:
         yield _counter(name, [((), value)])
     yield _gauge("flashd_window_neurons", stats.window_rows)
     yield _gauge("flashd_prefetch_layers", stats.prefetch_layers)
+
+
+def _memory(stats: MemoryStats) -> Iterator[Metric]:
+    for name, value in (
+        ("flashd_memory_available_bytes", stats.available_bytes),
+        ("flashd_memory_limit_bytes", stats.limit_bytes),
+        ("flashd_memory_reserve_bytes", stats.reserve_bytes),
+        ("flashd_memory_footprint_bytes", stats.footprint_bytes),
+        ("flashd_memory_weights_bytes", stats.weights_bytes),
+        ("flashd_memory_window_bytes", stats.window_bytes),
+        ("flashd_memory_kv_promised_bytes", stats.kv_promised_bytes),
+        ("flashd_memory_kv_counted_bytes", stats.kv_counted_bytes),
+        ("flashd_memory_stalled_ratio", stats.stalled),
+        ("flashd_memory_admission_paused", stats.admission_paused),
+        ("flashd_window_steps", stats.k),
+        ("flashd_window_capacity_neurons", stats.window_capacity),
+        ("flashd_dense_layers_resident", stats.dense_layers),
+    ):
+        yield _gauge(name, value)
+    yield _counter("flashd_memory_wake_ups", [((), stats.wake_ups)])
+    yield _counter("flashd_window_changes", [((), stats.k_changes)])
+    yield _counter("flashd_memory_changes", list(stats.changes.items()))
 
 
 def _labelled(counts: dict[str, int]) -> list[Sample]:

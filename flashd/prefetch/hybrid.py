@@ -28,6 +28,8 @@ class HybridFFN:
         resident: layers without one that are in RAM.
         stream: all others; None where there are none.
 
+    ``stream_layer`` and ``keep_layer`` change a layer's way between two steps.
+
     Attributes:
         sparse, stream: as given.
         stats: time that computing waited for flash, of all parts together.
@@ -51,6 +53,19 @@ class HybridFFN:
                 raise ValueError(f"there is no way to the weights of layer {layer}")
             self._parts.append(part)
 
+    def stream_layer(self, layer: int) -> None:
+        """A layer is not in RAM any more: stream it."""
+        if self.stream is None:
+            raise ValueError(f"there is no way to the weights of layer {layer}")
+        self._parts[layer] = self.stream
+        self.stream.layers = tuple(sorted({*self.stream.layers, layer}))
+
+    def keep_layer(self, layer: int, part: ResidentFFN) -> None:
+        """A layer is in RAM now."""
+        self._parts[layer] = part
+        if self.stream is not None:
+            self.stream.layers = tuple(other for other in self.stream.layers if other != layer)
+
     async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
         """See ``FFNSource.apply``."""
         part = self._parts[layer]
@@ -60,7 +75,10 @@ class HybridFFN:
 
     def on_lane(self, layer: int, n_tokens: int) -> bool:
         """See ``LaneFFNSource.on_lane``: decoding, of what is not streamed."""
-        return n_tokens <= MAX_BATCH and not isinstance(self._parts[layer], StreamingFFN)
+        part = self._parts[layer]
+        if n_tokens > MAX_BATCH or isinstance(part, StreamingFFN):
+            return False
+        return part is not self.sparse or not self.sparse.starved(layer)
 
     def begin_step(self, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop) -> None:
         """See ``LaneFFNSource.begin_step``."""

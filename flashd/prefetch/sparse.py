@@ -15,7 +15,6 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from flashd.predictor.base import Predictor
 from flashd.prefetch.benefit import PrefetchBenefit
 from flashd.prefetch.plan import round_end
 from flashd.prefetch.scheduler import RowRead, RowReads
-from flashd.prefetch.work import Work
+from flashd.prefetch.work import PromptSource, Work
 from flashd.stats import SparseStats, StreamStats
 from flashd.store.base import WeightStore
 from flashd.types import Activation, F32Array, I64Array
@@ -37,14 +36,10 @@ from flashd.types import Activation, F32Array, I64Array
 PREFETCH_BYTES = 16 << 20
 # Rows to read at once, at least, when a layer does not fit: others give up theirs for so many.
 MIN_ROUND_ROWS = 32
-
-
-class PromptSource(Protocol):
-    """The FFN of a prompt's chunk."""
-
-    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
-        """As ``FFNSource.apply``, for more than ``MAX_BATCH`` tokens."""
-        ...
+# A layer that would take more rounds is streamed.
+STARVED_ROUNDS = 4
+# Every so many steps layers get rows by how often their neurons were requested lately.
+BALANCE_STEPS = 64
 
 
 class SparseFFN:
@@ -56,6 +51,7 @@ class SparseFFN:
         window: which rows are in RAM; changed on the lane only.
         reads: those in flight.
         benefit: whether reading ahead pays.
+        between_layers: called on the lane before each layer, when no row is being used.
     """
 
     def __init__(
@@ -86,6 +82,7 @@ class SparseFFN:
         """
         geometry = store.geometry
         self.stats = SparseStats()
+        self.between_layers: Callable[[], None] | None = None
         self.waits = waits or StreamStats()
         self.window = window
         self.reads = RowReads(store, window.pool.matrix, lane, self.waits)
@@ -101,6 +98,7 @@ class SparseFFN:
         self._masked = frozenset(masked)
         self._prefetch_rows = prefetch_bytes // geometry.stride_bytes
         self._guessed = [0] * geometry.n_layers  # rows read ahead for a layer since it was last asked for
+        self._requested = [0] * geometry.n_layers  # by the last step
         self._step = 0
         self._step_began_ns = 0
         self._number = 0  # of the last work: only that one's rows are where it says
@@ -114,7 +112,7 @@ class SparseFFN:
         Raises:
             BundleCorruptError, DiskReadError: a row could not be read.
         """
-        work = await self._lane.run(self._begin, layer, x, asyncio.get_running_loop())
+        work = await self._lane.run(self._begin, layer, x, asyncio.get_running_loop(), True)
         if isinstance(work, Work):
             return partial(self._finish, work)
         return await self._prompt.apply(layer, lambda: work)
@@ -134,13 +132,20 @@ class SparseFFN:
 
     # What follows runs on the lane.
 
+    def starved(self, layer: int) -> bool:
+        """Whether there are so few rows that it is better to stream the layer: with the same result."""
+        return self._requested[layer] > STARVED_ROUNDS * self.window.pool.n_rows
+
     def _begin(
-        self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop
+        self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop, streams: bool = False
     ) -> Work | F32Array:
-        """A layer up to the dot products of what comes last, or a prompt's input."""
+        """A layer up to the dot products of what comes last; or the input of a prompt, or of a layer that is
+        streamed, where it may be."""
         began_ns = time.perf_counter_ns()
         made = x()
-        if len(made) > MAX_BATCH:
+        if self.between_layers is not None:
+            self.between_layers()
+        if len(made) > MAX_BATCH or (streams and self.starved(layer)):
             self._settle()
             return made
         made = np.ascontiguousarray(made, np.float32)
@@ -226,8 +231,11 @@ class SparseFFN:
         stats.resident += len(ids) - n_missing
         stats.prefetched_used += from_guess
         if layer == self._first:
+            if stats.passes % BALANCE_STEPS == 0:
+                window.balance()
             stats.evicted, stats.window_rows = window.evicted, window.pool.n_rows - window.pool.n_free
             stats.prefetch_layers = self.benefit.layers if self.benefit.active else 0
+        self._requested[layer] = len(ids)
         self.benefit.observe(layer, self._guessed[layer], from_guess)
         self._guessed[layer] = 0
         return parts
@@ -280,6 +288,12 @@ class SparseFFN:
         window.steal(least, work.layer)
         if not pool.n_free:
             window.release(work.layer, work.ids[: work.start : -1], least)
+
+    def quiesce(self) -> None:
+        """Wait until no read is in flight; on the lane."""
+        for read in self.reads.open:
+            self.reads.wait(read)
+        self._settle()
 
     def _settle(self) -> None:
         """Take note of the reads that have ended."""

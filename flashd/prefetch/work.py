@@ -1,9 +1,11 @@
-"""What is known of one layer while it is computed over predicted neurons."""
+"""What is known of one layer while it is computed over predicted neurons, and who computes prompts."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -53,3 +55,11 @@ class Work:
     missing: I64Array = field(default_factory=_nothing)
     demand: RowRead | None = None
     waits: list[RowRead] = field(default_factory=list)
+
+
+class PromptSource(Protocol):
+    """The FFN of a prompt's chunk."""
+
+    async def apply(self, layer: int, x: Callable[[], F32Array]) -> Callable[[], F32Array]:
+        """As ``FFNSource.apply``, for more than ``MAX_BATCH`` tokens."""
+        ...

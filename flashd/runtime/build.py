@@ -10,11 +10,15 @@ from flashd import kernels
 from flashd.config import DaemonConfig
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.manifest import TOKENIZER, Manifest
+from flashd.memory.system import SystemMemory
+from flashd.memory.wake import MemoryWake
 from flashd.models.decoder import Decoder
+from flashd.runtime.accounting import check_memory
 from flashd.runtime.background import in_thread
 from flashd.runtime.costs import CostClock
 from flashd.runtime.engine import Engine
 from flashd.runtime.ffn import BuiltFFN, build_ffn
+from flashd.runtime.memory import MemoryKeeper
 from flashd.runtime.tokenizer import Tokenizer
 from flashd.store.metered import MeteredStore
 from flashd.store.open import load_resident, open_manifest, open_store
@@ -32,6 +36,7 @@ class Runtime:
     lane: ComputeLane
     ffn: BuiltFFN
     engine: Engine
+    memory: MemoryKeeper
     tokenizer: Tokenizer | None
     resident_bytes: int
 
@@ -51,12 +56,14 @@ class Opened:
         weights: resident tensors by name.
         tokenizer: None for a model without.
         store: where the FFN's rows are.
+        base_bytes: what the process had before the weights were loaded; None: not known.
     """
 
     manifest: Manifest
     weights: dict[str, WeightArray]
     tokenizer: Tokenizer | None
     store: MeteredStore
+    base_bytes: int | None = None
 
 
 async def build(config: DaemonConfig) -> Runtime:
@@ -64,7 +71,7 @@ async def build(config: DaemonConfig) -> Runtime:
 
     Raises:
         BundleError: the directory is no bundle, is incomplete or damaged.
-        ConfigError: the budget is too small.
+        ConfigError: the memory is too small.
         TokenizerError: its tokenizer or chat template is unusable.
     """
     return await assemble(config, await open_bundle(config))
@@ -74,12 +81,13 @@ async def open_bundle(config: DaemonConfig) -> Opened:
     """Open a bundle's rows, and load its resident weights and tokenizer; errors as ``build``."""
     directory = config.model_dir
     manifest = await in_thread(open_manifest, directory)
-    weights = await in_thread(load_resident, directory, manifest)
     tokenizer = None
     if manifest.tokenizer is not None and any(f.name == TOKENIZER for f in manifest.files):
         tokenizer = await in_thread(Tokenizer, directory / TOKENIZER, manifest.tokenizer)
+    base_bytes = await in_thread(check_memory, config, manifest)
+    weights = await in_thread(load_resident, directory, manifest)
     store = await open_store(directory, manifest, config.backend, verify=config.verify)
-    return Opened(manifest, weights, tokenizer, store)
+    return Opened(manifest, weights, tokenizer, store, base_bytes)
 
 
 async def assemble(
@@ -100,12 +108,13 @@ async def assemble(
     lane = ComputeLane()
     spec = manifest.model
     try:
-        ffn = await build_ffn(config, manifest, weights, store, lane)
+        ffn = await build_ffn(config, manifest, weights, store, lane, opened.base_bytes)
     except BaseException:
         await store.close()
         lane.close()
         raise
     decoder = Decoder(spec, weights, ffn.source if around is None else around(ffn), lane)
+    memory = MemoryKeeper(ffn, lane, config.window, SystemMemory().read, MemoryWake())
     engine = Engine(
         decoder,
         tokenizer,
@@ -115,6 +124,7 @@ async def assemble(
         max_sessions=config.max_sessions,
         max_queue=config.max_queue,
         kv_dtype=config.kv_dtype,
+        memory=memory,
     )
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
     log.info(
@@ -139,7 +149,7 @@ async def assemble(
         "yes" if tokenizer else "no",
         "yes" if tokenizer and tokenizer.has_chat_template else "no",
     )
-    return Runtime(manifest, store, lane, ffn, engine, tokenizer, resident_bytes)
+    return Runtime(manifest, store, lane, ffn, engine, memory, tokenizer, resident_bytes)
 
 
 def _threads(wanted: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,7 +13,9 @@ from flashd.errors import FlashdError, InternalError, RequestError
 from flashd.kernels.lane import ComputeLane
 from flashd.kv.contiguous import ContiguousKV
 from flashd.models.decoder import Decoder, ForwardCancelled, Span
+from flashd.runtime.accounting import PREFILL_CHUNK_TOKENS
 from flashd.runtime.costs import CostClock
+from flashd.runtime.memory import ADMISSION_PATIENCE_S, MemoryKeeper
 from flashd.runtime.sampling import SamplingParams
 from flashd.runtime.session import Session
 from flashd.runtime.tokenizer import TextStream, Tokenizer
@@ -20,8 +23,8 @@ from flashd.stats import EngineStats
 
 log = logging.getLogger("flashd.engine")
 
-# Prompt chunks have fixed boundaries: how a prompt was computed depends on nothing but itself.
-PREFILL_CHUNK_TOKENS = 256
+# Sequences that wait for memory are looked at so often.
+_MEMORY_POLL_S = 0.1
 
 
 class Engine:
@@ -36,6 +39,7 @@ class Engine:
         max_sessions: sequences that run together.
         max_queue: requests that may wait behind them.
         kv_dtype: ``f16`` or ``f32``.
+        memory: keeps the process within its memory; None: nobody does.
     """
 
     def __init__(
@@ -49,6 +53,7 @@ class Engine:
         max_sessions: int,
         max_queue: int,
         kv_dtype: str,
+        memory: MemoryKeeper | None = None,
     ) -> None:
         self.stats = EngineStats()
         self._decoder = decoder
@@ -59,6 +64,9 @@ class Engine:
         self._max_sessions = max_sessions
         self._max_queue = max_queue
         self._kv_dtype = kv_dtype
+        self._memory = memory
+        if memory is not None:
+            memory.on_change = self.wake
         self._waiting: deque[Session] = deque()
         self._running: list[Session] = []
         self._work = asyncio.Event()
@@ -100,6 +108,10 @@ class Engine:
         limit = spec.max_context - len(prompt) + 1
         if params.max_tokens is not None:
             limit = min(limit, params.max_tokens)
+        if self._memory is not None:
+            if params.max_tokens is None:
+                limit = max(1, min(limit, self._memory.open_tokens(spec.max_context) - len(prompt) + 1))
+            self._memory.check(len(prompt) + limit - 1)
         text = None if self._tokenizer is None else TextStream(self._tokenizer, params.stop)
         session = Session(prompt, params, limit, text)
         log.debug("request %d: %d prompt tokens, up to %d more", session.id, len(prompt), session.limit)
@@ -112,6 +124,8 @@ class Engine:
         """Serve until cancelled; errors end requests, never this loop."""
         while True:
             self._admit()
+            if self._memory is not None:
+                await self._memory.settle()
             if not self._running:
                 self._work.clear()
                 await self._work.wait()
@@ -129,9 +143,12 @@ class Engine:
         decoding = [s for s in self._running if s.prefilled]
         if prefilling is not None:
             await self._forward([prefilling], "prefill")
+        decoding = [s for s in decoding if self._goes_on(s)]
         if decoding:
             await self._forward(decoding, "decode")
         self._retire()
+        if prefilling is None and not decoding and self._running:
+            await self._for_memory()
 
     def close(self, error: FlashdError) -> None:
         """Refuse new requests and end all others with ``error``."""
@@ -140,6 +157,10 @@ class Engine:
             if session.finish_reason is None:
                 session.fail(error)
                 session.cancel()
+
+    def wake(self) -> None:
+        """Look what is to be done, even if nobody has asked for anything."""
+        self._work.set()
 
     def refuse_new(self) -> None:
         """Drain: running and waiting requests go on, new ones are refused."""
@@ -150,6 +171,8 @@ class Engine:
             self._waiting.remove(session)
             self._finish(session)
         while self._waiting and len(self._running) < self._max_sessions:
+            if not self._has_room(self._waiting[0]):
+                break
             session = self._waiting.popleft()
             capacity = len(session.prompt) + session.limit - 1
             try:
@@ -163,7 +186,37 @@ class Engine:
             session.timing.admitted_s = perf_counter()
             self.stats.queue_time_s.observe(session.timing.admitted_s - session.timing.submitted_s)
             self._running.append(session)
+            self._gauges()
         self._gauges()
+
+    def _goes_on(self, session: Session) -> bool:
+        """Whether there is memory for a sequence's next token; where there is none, it waits for others."""
+        memory = self._memory
+        if memory is not None and session.wanted_tokens > session.granted_tokens:
+            if not memory.grants(self._running, session):
+                return session.cancelled
+            session.granted_tokens = session.wanted_tokens
+            self._gauges()
+        return True
+
+    async def _for_memory(self) -> None:
+        """Nothing can go on before there is more memory, or somebody leaves."""
+        self._work.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_MEMORY_POLL_S):
+                await self._work.wait()
+
+    def _has_room(self, session: Session) -> bool:
+        """Whether there is memory for one more; who has waited too long for it is sent away."""
+        memory = self._memory
+        if memory is None or memory.grants(self._running, session):
+            session.granted_tokens = session.wanted_tokens
+            return True
+        if not self._running and perf_counter() - session.timing.submitted_s > ADMISSION_PATIENCE_S:
+            self._waiting.remove(session)
+            session.fail(memory.no_room(memory.kv_bytes(session.promised_tokens)))
+            self._finish(session)
+        return False
 
     async def _forward(self, sessions: list[Session], phase: str) -> None:
         """Run one forward pass and hand out the tokens it gives."""
@@ -191,6 +244,8 @@ class Engine:
             self._fail(sessions, InternalError(f"internal error: {exc!r}; see the daemon's log"))
             return
         self._clock.observe(self.stats.costs[phase], start)
+        if self._memory is not None:
+            self._memory.step_s = perf_counter() - start.wall / 1e9
         if phase == "prefill":
             self.stats.prompt_tokens += len(spans[0].tokens)
         for session, token in zip(ready, tokens, strict=True):
@@ -237,3 +292,6 @@ class Engine:
         self.stats.running = len(self._running)
         self.stats.waiting = len(self._waiting)
         self.stats.kv_bytes = sum(s.kv.nbytes for s in self._running if s.kv is not None)
+        if self._memory is not None:
+            paused = bool(self._waiting) and len(self._running) < self._max_sessions
+            self._memory.count(self._running, paused=paused)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import psutil
 
 from flashd.config import DaemonConfig
 from flashd.disk.curve import load_curve
@@ -15,9 +14,11 @@ from flashd.disk.slabs import SlabBuffer
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.calibration import Calibration, LayerCalibration
 from flashd.layout.manifest import Manifest
-from flashd.memory.budget import Allocation, Demand, allocate, parse_budget
+from flashd.memory.account import MemoryAccount
+from flashd.memory.budget import Allocation, Demand, allocate
 from flashd.memory.eviction import make_policy
 from flashd.memory.pool import RowPool
+from flashd.memory.system import SystemMemory
 from flashd.memory.window import Window
 from flashd.models.layers import as_f32
 from flashd.predictor.base import Predictor
@@ -28,19 +29,19 @@ from flashd.prefetch.dense import DenseFFN
 from flashd.prefetch.hybrid import HybridFFN, MaskedPrompt
 from flashd.prefetch.prompt import PromptFFN, ReadCosts
 from flashd.prefetch.resident import ResidentFFN
-from flashd.prefetch.sparse import PromptSource, SparseFFN
-from flashd.prefetch.stream import RING_BUFFERS, StreamingFFN, ring_slice_rows
+from flashd.prefetch.sparse import SparseFFN
+from flashd.prefetch.stream import StreamingFFN
+from flashd.prefetch.work import PromptSource
+from flashd.runtime.accounting import beside_of, demand_of, open_account
 from flashd.runtime.background import in_thread
+from flashd.runtime.elastic import ElasticLayers, ElasticRows
 from flashd.stats import StreamStats
 from flashd.store.in_memory import InMemoryStore
 from flashd.store.metered import MeteredStore
 from flashd.store.predictors import load_gates, open_predictors
-from flashd.types import F32Array, FFNGeometry, U8Array, WeightArray
+from flashd.types import F32Array, U8Array, WeightArray
 
 log = logging.getLogger("flashd.build")
-
-# Of the memory that is available now, so much is left to others when the budget is `auto`.
-AUTO_RESERVE = 0.10
 
 
 @dataclass
@@ -61,17 +62,24 @@ class BuiltFFN:
     Attributes:
         source: what the decoder uses.
         predictor: whose masks it goes by.
-        allocation: what the budget was spent on; None where all is in RAM anyway.
+        account: what memory is spent on.
+        allocation: what weights got of it at first; None where all is in RAM anyway.
         pool_memory: pages of the window's rows; None where there is no window or it has its rows elsewhere.
+        rows, layers: how they come and go; None where they don't.
     """
 
     source: HybridFFN
     predictor: Predictor
-    allocation: Allocation | None
-    pool_memory: SlabBuffer | None
+    account: MemoryAccount
+    allocation: Allocation | None = None
+    pool_memory: SlabBuffer | None = None
+    rows: ElasticRows | None = None
+    layers: ElasticLayers | None = None
 
     async def close(self) -> None:
         """Wait for reads in flight, and give memory back."""
+        if self.layers is not None:
+            await self.layers.close()
         await self.source.close()
         if self.pool_memory is not None:
             self.pool_memory.close()
@@ -83,42 +91,51 @@ async def build_ffn(
     weights: dict[str, WeightArray],
     store: MeteredStore,
     lane: ComputeLane,
+    base_bytes: int | None = None,
 ) -> BuiltFFN:
     """Load the predictor and what else stays in RAM.
+
+    Args:
+        config: all settings.
+        manifest: of the bundle.
+        weights: resident tensors.
+        store: where rows are.
+        lane: where they are used.
+        base_bytes: what the process had before anything of the model was loaded; None: look.
 
     Raises:
         BundleError: the bundle's predictors are unusable.
         BundleCorruptError, DiskReadError: rows could not be read.
-        ConfigError: the budget is too small.
+        ConfigError: the memory is too small.
     """
     n_layers = manifest.model.n_layers
     up, gate = _biases(weights, n_layers, "up"), _biases(weights, n_layers, "gate")
     parts = Parts(manifest, store, lane, up, gate)
     predictor, layers, prior = await _predictor(config, parts)
     resident_bytes = sum(tensor.nbytes for tensor in weights.values())
-    if isinstance(store.inner, InMemoryStore):
-        return _in_memory(config, parts, predictor, store.inner)
-    # The oracle's rows are beside the budget, else none would show how it is without them.
-    fixed_bytes = resident_bytes + (0 if config.predictor == "oracle" else predictor.nbytes)
+    all_bytes = resident_bytes + n_layers * manifest.ffn.layer_bytes
+    # The oracle's rows are beside everything, else none would show how it is without them.
+    predictor_bytes = predictor.nbytes if config.predictor != "oracle" else 0
+    fixed_bytes = resident_bytes + predictor_bytes
     masked = [predictor.masked(layer) for layer in range(n_layers)]
-    demand = demand_of(manifest.ffn, fixed_bytes, masked, [layer.capacity_rows for layer in layers])
-    whole_bytes = resident_bytes + n_layers * manifest.ffn.layer_bytes
-    # The weights that are loaded already are part of the budget, and no longer of what is available.
-    available = int((psutil.virtual_memory().available + resident_bytes) * (1 - AUTO_RESERVE))
-    auto_bytes = min(demand.everything_bytes, available)
-    allocation = allocate(parse_budget(config.budget, whole_bytes, auto_bytes), demand, config.window)
-    return await _from_flash(config, parts, predictor, allocation, prior)
-
-
-def demand_of(
-    geometry: FFNGeometry,
-    fixed_bytes: int,
-    masked: Sequence[bool],
-    capacity_rows: Sequence[Sequence[int]] = (),
-) -> Demand:
-    """What a model would like to have in RAM, stream buffers included; arguments as ``Demand`` has them."""
-    ring_bytes = RING_BUFFERS * ring_slice_rows(geometry) * geometry.stride_bytes
-    return Demand(geometry, fixed_bytes, ring_bytes, masked, capacity_rows)
+    in_memory = isinstance(store.inner, InMemoryStore)
+    if in_memory:
+        fixed_bytes = all_bytes + predictor_bytes
+        demand = Demand(manifest.ffn, fixed_bytes, 0, [False] * n_layers)
+    else:
+        demand = demand_of(manifest.ffn, fixed_bytes, masked, [layer.capacity_rows for layer in layers])
+    reading = SystemMemory().read()
+    if base_bytes is None:
+        base_bytes = max(0, reading.footprint_bytes - fixed_bytes)
+    elif config.predictor == "oracle":
+        base_bytes += predictor.nbytes
+    beside = beside_of(manifest, config.kv_dtype, base_bytes, masked=any(masked))
+    account = open_account(config, demand, beside, all_bytes, reading)
+    if isinstance(store.inner, InMemoryStore):
+        return _in_memory(config, parts, predictor, store.inner, account)
+    budget_bytes = min(account.weights_bytes(reading.at_s), demand.everything_bytes)
+    allocation = allocate(budget_bytes, demand, config.window)
+    return await _from_flash(config, parts, predictor, allocation, prior, account)
 
 
 async def _predictor(
@@ -158,7 +175,9 @@ async def _gates(calibration: Calibration, parts: Parts) -> list[WeightArray | N
     return await load_gates(parts.store, [layer.masked for layer in calibration.layers])
 
 
-def _in_memory(config: DaemonConfig, parts: Parts, predictor: Predictor, store: InMemoryStore) -> BuiltFFN:
+def _in_memory(
+    config: DaemonConfig, parts: Parts, predictor: Predictor, store: InMemoryStore, account: MemoryAccount
+) -> BuiltFFN:
     """All rows are in RAM: the window has them where they are, and nothing is ever read."""
     ffn, waits = parts.manifest.ffn, StreamStats()
     resident = _resident(parts, store, waits)
@@ -167,14 +186,14 @@ def _in_memory(config: DaemonConfig, parts: Parts, predictor: Predictor, store: 
         rows = store.all_rows.reshape(-1, ffn.stride_bytes)
         # Nothing may be evicted: it would be read again into somebody else's row.
         window = _window(
-            replace(config, eviction="lru"), parts, rows, [ffn.n_neurons] * ffn.n_layers, None, 1
+            replace(config, eviction="lru"), parts, rows, len(rows), [ffn.n_neurons] * ffn.n_layers, None, 1
         )
         for layer in range(ffn.n_layers):  # in this order a neuron's row is where the store has it
             window.insert(layer, np.arange(ffn.n_neurons))
             window.settle(layer, np.arange(ffn.n_neurons))
         sparse = _sparse(config, parts, predictor, window, MaskedPrompt(resident, predictor), waits)
     by_layer = dict.fromkeys(range(ffn.n_layers), resident)
-    return BuiltFFN(HybridFFN(predictor, sparse, by_layer, None, waits), predictor, None, None)
+    return BuiltFFN(HybridFFN(predictor, sparse, by_layer, None, waits), predictor, account)
 
 
 async def _from_flash(
@@ -183,35 +202,38 @@ async def _from_flash(
     predictor: Predictor,
     allocation: Allocation,
     prior: F32Array | None,
+    account: MemoryAccount,
 ) -> BuiltFFN:
     ffn, waits = parts.manifest.ffn, StreamStats()
     kept = allocation.resident_layers
     resident: dict[int, ResidentFFN] = {}
-    if kept:
-        loaded = await InMemoryStore.load(parts.store, kept)
-        resident = dict.fromkeys(kept, _resident(parts, loaded, waits))
+    for layer in kept:  # each in memory of its own, which can go
+        resident[layer] = _resident(parts, await InMemoryStore.load(parts.store, [layer]), waits)
     dense = [layer for layer in range(ffn.n_layers) if not predictor.masked(layer)]
     streamed = [layer for layer in dense if layer not in kept]
-    stream = sparse = memory = None
-    if streamed or allocation.n_rows:
-        stream = _streaming(parts, streamed, waits)
-    if stream is not None and allocation.n_rows:
-        nbytes = allocation.n_rows * ffn.stride_bytes
-        memory = SlabBuffer(nbytes, parts.store)
-        memory.resize(nbytes)
-        rows = memory.memory.reshape(-1, ffn.stride_bytes)
-        window = _window(config, parts, rows, allocation.capacity, prior, allocation.k)
+    stream = _streaming(parts, streamed, waits)
+    sparse = memory = rows = layers = None
+    if allocation.n_rows:
+        most_rows = allocate(account.demand.everything_bytes, account.demand).n_rows
+        memory = SlabBuffer(most_rows * ffn.stride_bytes, parts.store)
+        memory.resize(allocation.n_rows * ffn.stride_bytes)
+        matrix = memory.memory.reshape(-1, ffn.stride_bytes)
+        window = _window(config, parts, matrix, allocation.n_rows, allocation.capacity, prior, allocation.k)
         prompt = _prompt(config, parts, predictor, window, stream)
         sparse = _sparse(config, parts, predictor, window, prompt, waits)
+        rows = ElasticRows(sparse, parts.lane, memory, ffn.stride_bytes, config.window)
+    source = HybridFFN(predictor, sparse, resident, stream, waits)
+    if dense:
+        layers = ElasticLayers(source, parts.store, lambda loaded: _resident(parts, loaded, waits), kept)
     _log(config, parts, predictor, allocation, len(streamed))
     if parts.store.reason:
-        buffers = stream.why_unregistered or "registered with the kernel" if stream else "none"
+        buffers = stream.why_unregistered or "registered with the kernel"
         window_pages = memory.why_unregistered or "registered with the kernel" if memory else "none"
         log.info(
             "reads through %s: %s; stream buffers: %s; window: %s",
             *(parts.store.name, parts.store.reason, buffers, window_pages),
         )
-    return BuiltFFN(HybridFFN(predictor, sparse, resident, stream, waits), predictor, allocation, memory)
+    return BuiltFFN(source, predictor, account, allocation, memory, rows, layers)
 
 
 def _streaming(parts: Parts, layers: Sequence[int], waits: StreamStats) -> StreamingFFN:
@@ -248,17 +270,18 @@ def _resident(parts: Parts, store: InMemoryStore, waits: StreamStats) -> Residen
 def _window(
     config: DaemonConfig,
     parts: Parts,
-    rows: U8Array,
+    matrix: U8Array,
+    n_rows: int,
     capacity: Sequence[int],
     prior: F32Array | None,
     k: int,
 ) -> Window:
-    """A window over ``rows [n, stride_bytes]``."""
+    """A window over the first ``n_rows`` of ``matrix [n, stride_bytes]``."""
     ffn = parts.manifest.ffn
     has_up, has_gate = (
         any(bias is not None for bias in biases) for biases in (parts.up_bias, parts.gate_bias)
     )
-    pool = RowPool(rows, len(rows), up_bias=has_up, gate_bias=has_gate)
+    pool = RowPool(matrix, n_rows, up_bias=has_up, gate_bias=has_gate)
     policy = make_policy(config.eviction, ffn.n_layers, ffn.n_neurons, config.window or max(1, k), prior)
     return Window(pool, ffn.n_layers, ffn.n_neurons, capacity, policy, parts.up_bias, parts.gate_bias)
 
@@ -290,9 +313,9 @@ def _log(
 ) -> None:
     ffn = parts.manifest.ffn
     log.info(
-        "budget %.1f MB (%s), predictor %s %.1f MB; dense layers: %d in RAM, %d streamed",
+        "%.1f MB for weights (memory %s), predictor %s %.1f MB; dense layers: %d in RAM, %d streamed",
         allocation.budget_bytes / 1e6,
-        config.budget,
+        config.memory,
         predictor.name,
         predictor.nbytes / 1e6,
         len(allocation.resident_layers),

@@ -12,6 +12,7 @@ import numpy as np
 
 from flashd.errors import FlashdError
 from flashd.kv.contiguous import ContiguousKV
+from flashd.memory.account import KV_BLOCK_TOKENS
 from flashd.runtime.sampling import Sampler, SamplingParams
 from flashd.runtime.tokenizer import TextStream
 from flashd.types import I64Array
@@ -54,6 +55,7 @@ class Session:
         self.generated: list[int] = []
         self.sampler = Sampler(params)
         self.kv: ContiguousKV | None = None
+        self.granted_tokens = 0  # of the KV cache, memory is set aside for
         self.timing = Timing()
         self.finish_reason: str | None = None
         self.cancelled = False
@@ -63,6 +65,20 @@ class Session:
     def cancel(self) -> None:
         """The reader has gone: the engine drops the sequence at the next layer."""
         self.cancelled = True
+
+    @property
+    def promised_tokens(self) -> int:
+        """Tokens that its KV cache may come to hold; the last one that is generated needs no place."""
+        return len(self.prompt) + self.limit - 1
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Tokens that memory should be set aside for now: all, where somebody has said how many there shall
+        be; else whole blocks, as the answer grows."""
+        if self.params.max_tokens is not None:
+            return self.promised_tokens
+        blocks = (len(self.prompt) + len(self.generated)) // KV_BLOCK_TOKENS + 1
+        return max(self.granted_tokens, min(self.promised_tokens, blocks * KV_BLOCK_TOKENS))
 
     @property
     def prefilled(self) -> bool:

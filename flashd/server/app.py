@@ -64,6 +64,7 @@ class AppState:
             runtime.engine.stats,
             runtime.store.stats,
             SparseStats() if sparse is None else sparse.stats,
+            runtime.memory.stats,
             runtime.resident_bytes,
             info,
         )

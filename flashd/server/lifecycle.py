@@ -123,6 +123,7 @@ class _Daemon:
     ) -> None:
         engine = runtime.engine
         running = asyncio.create_task(engine.run())
+        watching = asyncio.create_task(runtime.memory.run())
         state.attach(runtime)
         # What was loaded stays: without this, each full collection walks over it for some 10 ms of
         # every answer's time.
@@ -140,9 +141,10 @@ class _Daemon:
         await _first_of(engine.idle.wait(), force.wait(), timeout_s=self.config.drain_ms / 1000)
         engine.close(RequestError("the daemon is shutting down", code="shutting_down", status=503))
         await _first_of(engine.idle.wait(), timeout_s=_CLOSE_S)
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError, FlashdError):
-            await running
+        for task in (running, watching):
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, FlashdError):
+                await task
 
     def _signals(self) -> tuple[asyncio.Event, asyncio.Event]:
         """Events for the first and the second signal that ends the daemon.

@@ -31,6 +31,7 @@ from flashd.disk.pieces import MAX_ALIGNMENT_BYTES
 from flashd.disk.probe import ENGINES, open_engine, probe_direct
 from flashd.errors import ConfigError, FlashdError
 from flashd.layout.manifest import BUNDLE, MANIFEST, RESIDENT, ZARR, Manifest
+from flashd.memory import cgroups
 from flashd.prefetch.stream import RING_BYTES
 from flashd.store.open import open_manifest
 from flashd.tools import host
@@ -165,7 +166,7 @@ def doctor(
         alignment=alignment,
         io_uring_disabled=facts.ask("io_uring_disabled", _io_uring_disabled),
         locked_memory=facts.ask("locked_memory", host.locked_memory),
-        memory_limits=facts.ask("memory_limits", host.memory_limits),
+        memory_limits=facts.ask("memory_limits", cgroups.memory_limits),
         total_ram_bytes=facts.ask("total_ram_bytes", lambda: psutil.virtual_memory().total),
         available_ram_bytes=facts.ask("available_ram_bytes", lambda: psutil.virtual_memory().available),
         transparent_hugepages=facts.ask("transparent_hugepages", host.transparent_hugepages),

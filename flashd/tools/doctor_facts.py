@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from flashd.disk.curve import CurvePoint
-from flashd.tools.host import LockedMemory, MemoryLimit, Mount
+from flashd.memory.cgroups import MemoryLimit
+from flashd.tools.host import LockedMemory, Mount
 
 # ``CurveFacts.not_kept`` where that was the wish.
 NOT_WANTED = "--no-write"

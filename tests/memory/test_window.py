@@ -116,6 +116,14 @@ class Machine(RuleBasedStateMachine):
         self.window.resize(n_rows, capacity)
         assert self.window.pool.n_rows == n_rows
 
+    @rule()
+    def balance(self) -> None:
+        before = list(self.window.capacity)
+        self.window.balance()
+        after = self.window.capacity
+        assert sum(before) - LAYERS <= sum(after) <= sum(before)
+        assert [rows > 0 for rows in after] == [rows > 0 for rows in before]
+
     def settled(self) -> list[tuple[int, int]]:
         pool, flying = self.window.pool, self.window.in_flight.reshape(-1)
         return [divmod(int(owner), NEURONS) for owner in pool.owner if owner >= 0 and not flying[owner]]
@@ -132,6 +140,22 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None, database=None)
+
+
+def test_rows_go_to_the_layers_where_they_save_most_reads() -> None:
+    """Two layers share ten rows; one wants the same three neurons always, the other ten in turn."""
+    policy = Frequency(2, NEURONS)
+    window = Window(RowPool(np.zeros((12, 8), np.uint8), 12), 2, NEURONS, [5, 5], policy)
+    for at in range(1, 60):
+        window.request(0, np.array([1, 4, 7]), at)
+        window.request(1, np.array([at % 10]), at)
+    window.balance()
+    assert window.capacity == [4, 6]  # three that always pay, and one that each layer has anyway
+    # Nobody counts requests: as it was.
+    plain = Window(RowPool(np.zeros((12, 8), np.uint8), 12), 2, NEURONS, [5, 5], LeastRecent())
+    plain.request(0, np.array([1, 4, 7]), 1)
+    plain.balance()
+    assert plain.capacity == [5, 5]
 
 
 def one_layer(policy: LeastRecent | Frequency, capacity: int, n_rows: int = 12) -> Window:

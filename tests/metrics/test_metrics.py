@@ -12,7 +12,7 @@ from flashd.metrics.names import METRICS
 
 Tiny = Callable[[str], tuple[Any, Path]]
 # Too little for any layer to stay in RAM.
-STREAMED = ("--budget", "75%")
+STREAMED = ("--memory", "75%")
 COSTS = ("flash_wait", "memory", "compute", "overhead")
 
 

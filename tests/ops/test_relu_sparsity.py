@@ -72,15 +72,15 @@ async def answers(bundle: Path, together: bool, **settings: Any) -> tuple[list[l
 
 def test_the_same_answer_at_every_setting(bundle: Path) -> None:
     """Bit for bit, though predictors miss neurons: what is missed doesn't depend on what is in RAM."""
-    expected, at_rest = asyncio.run(answers(bundle, False, budget="130%"))
+    expected, at_rest = asyncio.run(answers(bundle, False, memory="130%"))
     demand = {}
     for name, together, settings in (
-        ("small", False, {"budget": "88%", "prefetch": "on"}),
-        ("no prefetch", False, {"budget": "88%", "prefetch": "off"}),
-        ("together", True, {"budget": "92%", "max_sessions": 4}),
-        ("lru", True, {"budget": "88%", "eviction": "lru", "prefetch": "on"}),
-        ("window", False, {"budget": "100%", "eviction": "window", "window": 3}),
-        ("buffered", False, {"budget": "88%", "backend": "buffered", "threads": 1}),
+        ("small", False, {"memory": "88%", "prefetch": "on"}),
+        ("no prefetch", False, {"memory": "88%", "prefetch": "off"}),
+        ("together", True, {"memory": "92%", "max_sessions": 4}),
+        ("lru", True, {"memory": "88%", "eviction": "lru", "prefetch": "on"}),
+        ("window", False, {"memory": "100%", "eviction": "window", "window": 3}),
+        ("buffered", False, {"memory": "88%", "backend": "buffered", "threads": 1}),
         ("in memory", True, {"backend": "memory"}),
     ):
         got, stats = asyncio.run(answers(bundle, together, **settings))

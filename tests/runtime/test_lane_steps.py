@@ -53,9 +53,9 @@ def count_calls(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("settings", "least", "most"),
     [
-        ({"predictor": "oracle", "budget": "80%"}, 1, 1),
-        ({"predictor": "none", "budget": "auto"}, 1, 1),  # all in RAM
-        ({"predictor": "none", "budget": "60%"}, LAYERS, 1000),
+        ({"predictor": "oracle", "memory": "80%"}, 1, 1),
+        ({"predictor": "none", "memory": "auto"}, 1, 1),  # all in RAM
+        ({"predictor": "none", "memory": "60%"}, LAYERS, 1000),
     ],
 )
 async def test_calls_of_a_step(
@@ -70,7 +70,7 @@ async def test_calls_of_a_step(
     await runtime.close()
 
 
-@pytest.mark.parametrize("settings", [{"predictor": "oracle", "budget": "80%"}, {"predictor": "none"}])
+@pytest.mark.parametrize("settings", [{"predictor": "oracle", "memory": "80%"}, {"predictor": "none"}])
 async def test_a_step_that_nobody_wants_ends_before_the_next_layer(
     bundle: MadeBundle, settings: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,7 +114,7 @@ async def test_a_step_that_nobody_wants_ends_before_the_next_layer(
 
 async def test_the_first_layer_is_guessed_before_its_attention(bundle: MadeBundle) -> None:
     """The oracle looks ahead at no layer, but what it says of the first one's input without attention."""
-    small = {"budget": "60%", "window": 1, "eviction": "window"}
+    small = {"memory": "60%", "window": 1, "eviction": "window"}
     runtime = await start(bundle, predictor="oracle", prefetch="on", **small)
     sparse = runtime.ffn.source.sparse
     assert sparse is not None

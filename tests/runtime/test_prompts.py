@@ -16,8 +16,8 @@ from flashd.kv.contiguous import ContiguousKV
 from flashd.layout.manifest import MANIFEST, to_json
 from flashd.models.decoder import Span
 from flashd.prefetch.prompt import ReadCosts
+from flashd.runtime.accounting import PREFILL_CHUNK_TOKENS, as_share, whole_bytes
 from flashd.runtime.build import Runtime, build
-from flashd.runtime.engine import PREFILL_CHUNK_TOKENS
 from flashd.testing.bundles import make_bundle, tiny_spec
 from flashd.testing.predictors import make_predictors
 from flashd.types import F32Array
@@ -55,12 +55,12 @@ async def answer(runtime: Runtime, length: int) -> tuple[F32Array, list[int]]:
 async def test_memory_does_not_show(tmp_path: Path, masked: list[bool]) -> None:
     made = make_bundle(tmp_path, tiny_spec("opt", d_ffn=400, max_context=CONTEXT))
     make_predictors(tmp_path, made.manifest, masked=masked)
-    expected = {}
+    expected, everything = {}, whole_bytes(tmp_path, made.manifest)
     async with loaded(tmp_path, backend="memory") as runtime:
         for length in LENGTHS:
             expected[length] = await answer(runtime, length)
     for budget in (360_000, 480_000, 4_000_000):  # some rows, more, and all
-        async with loaded(tmp_path, budget=f"{budget}b") as runtime:
+        async with loaded(tmp_path, memory=as_share(budget, everything)) as runtime:
             sparse = runtime.ffn.source.sparse
             assert sparse is not None
             for whole_s in (1e-9, 1.0):  # slices whole, then by their missing rows

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from flashd.config import DaemonConfig
 from flashd.errors import ConfigError
+from flashd.runtime.accounting import as_share, whole_bytes
 from flashd.runtime.build import Runtime, build
 from flashd.runtime.sampling import SamplingParams
 from flashd.stats import SparseStats
@@ -73,7 +74,7 @@ def test_the_same_tokens_however_they_are_made(
 ) -> None:
     @settings(max_examples=8, deadline=None, database=None)
     @given(
-        budget=st.sampled_from(["auto", "76%", "85%", "100%", "130%"]),
+        memory=st.sampled_from(["auto", "76%", "85%", "100%", "130%"]),
         eviction=st.sampled_from(["lru", "window", "frequency"]),
         window=st.sampled_from([0, 0, 1, 3]),
         prefetch=st.sampled_from(["on", "off", "auto"]),
@@ -82,6 +83,8 @@ def test_the_same_tokens_however_they_are_made(
         backend=st.sampled_from(["auto", "auto", "threads", "buffered", "memory"]),
     )
     def check(**settings_: Any) -> None:
+        if settings_["backend"] == "memory":  # takes all there is
+            settings_["memory"] = "auto"
         got, _ = asyncio.run(generate(bundles[model], PROMPTS, **settings_))
         assert got == dense_tokens[model]
 
@@ -91,7 +94,7 @@ def test_the_same_tokens_however_they_are_made(
 async def test_a_smaller_budget_reads_more(bundles: dict[str, MadeBundle]) -> None:
     demand = []
     for budget in ("76%", "100%", "140%"):
-        _, stats = await generate(bundles["relu"], [[1, 2, 3]], predictor="oracle", budget=budget)
+        _, stats = await generate(bundles["relu"], [[1, 2, 3]], predictor="oracle", memory=budget)
         assert stats is not None
         assert stats.requested == stats.resident + stats.demand
         assert stats.fired == stats.requested
@@ -102,19 +105,22 @@ async def test_a_smaller_budget_reads_more(bundles: dict[str, MadeBundle]) -> No
 
 
 async def test_a_budget_that_holds_nothing_is_refused(bundles: dict[str, MadeBundle]) -> None:
-    with pytest.raises(ConfigError, match=r"0\.1 MB is too small: resident weights and predictors take 0\.0"):
-        await start(bundles["relu"], predictor="oracle", budget="100kB")
+    why = r"too small: weights and predictors take 0\.\d MB.* the smallest that works is --memory [\d.]+%"
+    with pytest.raises(ConfigError, match=why):
+        await start(bundles["relu"], predictor="oracle", memory="1%")
 
 
 async def test_layers_without_a_mask_are_in_ram_as_far_as_they_fit(
     bundles: dict[str, MadeBundle], caplog: pytest.LogCaptureFixture
 ) -> None:
     layer_bytes = bundles["relu"].manifest.ffn.layer_bytes
+    everything = whole_bytes(bundles["relu"].directory, bundles["relu"].manifest)
     caplog.set_level("INFO", "flashd.build")
     least = 60_000 + layer_bytes  # resident weights and the ring
     for layers in (0, 1, 2, 3):
         caplog.clear()
-        runtime = await start(bundles["relu"], predictor="none", budget=str(least + layers * layer_bytes))
+        share = as_share(least + layers * layer_bytes, everything)
+        runtime = await start(bundles["relu"], predictor="none", memory=share)
         await runtime.close()
         assert f"dense layers: {layers} in RAM, {3 - layers} streamed" in caplog.text
 
@@ -129,7 +135,7 @@ async def test_oracle_logits_are_those_of_the_dense_model(
     for bundle in bundles.values():
         logits = []
         for predictor in ("none", "oracle"):
-            runtime = await start(bundle, predictor=predictor, budget="85%")
+            runtime = await start(bundle, predictor=predictor, memory="85%")
             decoder = runtime.engine._decoder
             kv = ContiguousKV(decoder.spec, 40, "f32")
             parts = []

@@ -146,7 +146,7 @@ def test_a_bundle_cut_short_under_the_daemon_fails_requests_not_the_daemon(
     copy = tmp_path / "bundle"
     shutil.copytree(tiny("opt")[1], copy)
     # Too little for any layer to stay in RAM.
-    with serving(copy, tmp_path, "--budget", "75%") as daemon, daemon.http() as http:
+    with serving(copy, tmp_path, "--memory", "75%") as daemon, daemon.http() as http:
         body = {"prompt": [5], "max_tokens": 3, "temperature": 0, "return_tokens": True, "ignore_eos": True}
         good = http.post("/v1/completions", json=body).json()["choices"][0]["tokens"]
         size = (copy / "ffn.bundle").stat().st_size

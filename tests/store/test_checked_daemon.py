@@ -25,7 +25,7 @@ BODY = {
 }
 LAYER, NEURON = 1, 70
 # Too little for any layer to stay in RAM.
-STREAMED = ("--budget", "75%")
+STREAMED = ("--memory", "75%")
 
 
 @pytest.fixture

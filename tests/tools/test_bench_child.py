@@ -13,7 +13,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from flashd.tools import host
+from flashd.memory import cgroups
 from flashd.tools.bench.child import child
 from flashd.tools.bench.token.limit import memory_group
 from flashd.tools.synth import SynthOptions, synth
@@ -50,7 +50,7 @@ def gone(process: psutil.Process) -> bool:
 def groups_of(number: int) -> list[Path]:
     """Cgroups of the benchmark that has or had this process number."""
     found = []
-    for _, mount, path in host.memory_cgroups():
+    for _, mount, path in cgroups.memory_cgroups():
         own = mount.joinpath(path.lstrip("/"))
         found += (own if own.is_dir() else mount).glob(f"flashd-bench-{number}")
     return found

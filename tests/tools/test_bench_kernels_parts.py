@@ -66,14 +66,6 @@ def test_less_memory_than_the_caches_hold_is_said(monkeypatch: pytest.MonkeyPatc
     assert not [note for note in run._about(KernelOptions(), 384 * MIB, 96 * MIB) if "L3" in note]
 
 
-def test_a_cgroup_counts_as_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = memory.psutil.Process().memory_info().rss
-    limit = memory.host.MemoryLimit("/a", 2, held + 8 * MIB, None, MIB)
-    monkeypatch.setattr(memory.host, "memory_limits", lambda: [limit])
-    assert memory.psutil.virtual_memory().available > 16 * MIB
-    assert 0 < memory.available_bytes() < 16 * MIB
-
-
 def test_caches_and_cpu_as_the_kernel_says(tmp_path: Path) -> None:
     cpu = min(memory.os.sched_getaffinity(0))
     for index, (level, size) in enumerate([("1", "48K"), ("2", "2048K"), ("3", "32M")]):

@@ -154,7 +154,7 @@ def test_the_least_budget_is_known_without_loading_anything(bundle):
         await built.runtime.close()
 
     asyncio.run(load(least))
-    with pytest.raises(ConfigError, match="is too small"):
+    with pytest.raises(ConfigError, match="too small: weights"):
         asyncio.run(load(least - 1))
     share = sensible_budget(bundle, manifest)
     assert least <= checked_budget(bundle, manifest, MODES.values(), share) < 1.15 * least

@@ -13,6 +13,7 @@ import pytest
 from flashd.cli.doctor_report import doctor_rows
 from flashd.disk.curve import CurvePoint
 from flashd.errors import ConfigError
+from flashd.memory import cgroups
 from flashd.tools import host
 from flashd.tools.doctor_advice import warnings_of
 from flashd.tools.doctor_facts import (
@@ -106,8 +107,8 @@ def test_a_healthy_machine_gets_no_advice() -> None:
         ({"bundle": BundleFacts("file", 512, "", True, 1)}, "512 bytes", "convert the model again"),
         ({"bundle": BundleFacts("file", 512, "", False, 1, "", "x.json: bad")}, "predictors", "x.json: bad"),
         ({"available_ram_bytes": GIB}, "only 1024 MiB", "free some"),
-        ({"memory_limits": [host.MemoryLimit("/a", 2, GIB, None, 5)]}, "only 1024 MiB", "cgroup"),
-        ({"memory_limits": [host.MemoryLimit("/a", 2, None, GIB, 5)]}, "only 1024 MiB", "cgroup"),
+        ({"memory_limits": [cgroups.MemoryLimit("/a", 2, GIB, None, 5)]}, "only 1024 MiB", "cgroup"),
+        ({"memory_limits": [cgroups.MemoryLimit("/a", 2, None, GIB, 5)]}, "only 1024 MiB", "cgroup"),
         ({"mount": host.Mount("tmpfs", "tmpfs", "", "", None)}, "tmpfs is RAM", "memory"),
         (
             {
@@ -200,9 +201,9 @@ def test_every_ancestor_that_limits_memory_v2(tmp_path: Path) -> None:
         f"{base}/a/memory.current": "77\n",
     }
     root = machine(tmp_path, V2, "0::/a/b/c\n", **files)
-    assert host.memory_limits(root) == [
-        host.MemoryLimit("/a/b/c", 2, None, 1_000_000, 5),
-        host.MemoryLimit("/a", 2, 2_000_000, None, 77),
+    assert cgroups.memory_limits(root) == [
+        cgroups.MemoryLimit("/a/b/c", 2, None, 1_000_000, 5),
+        cgroups.MemoryLimit("/a", 2, 2_000_000, None, 77),
     ]
 
 
@@ -215,19 +216,19 @@ def test_every_ancestor_that_limits_memory_v1(tmp_path: Path) -> None:
         f"{base}/docker/x/memory.limit_in_bytes": "9223372036854771712\n",
     }
     root = machine(tmp_path, V1, "4:memory:/docker/x\n2:cpu:/\n0::/\n", **files)
-    assert host.memory_limits(root) == [host.MemoryLimit("/docker", 1, 3_000_000, None, 123)]
+    assert cgroups.memory_limits(root) == [cgroups.MemoryLimit("/docker", 1, 3_000_000, None, 123)]
 
 
 def test_a_container_sees_its_own_cgroup_as_the_root(tmp_path: Path) -> None:
     files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": "4000000\n"}
     root = machine(tmp_path, V1, "4:memory:/docker/0123\n", **files)
-    assert host.memory_limits(root) == [host.MemoryLimit("/", 1, 4_000_000, None, 0)]
+    assert cgroups.memory_limits(root) == [cgroups.MemoryLimit("/", 1, 4_000_000, None, 0)]
 
 
 def test_no_cgroups_at_all(tmp_path: Path) -> None:
-    assert host.memory_limits(machine(tmp_path, "", "")) == []
+    assert cgroups.memory_limits(machine(tmp_path, "", "")) == []
     with pytest.raises(FileNotFoundError):
-        host.memory_limits(tmp_path / "nowhere")
+        cgroups.memory_limits(tmp_path / "nowhere")
 
 
 def test_small_facts_of_the_kernel(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import fmean, median
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 from flashd.config import DaemonConfig
 from flashd.errors import ConfigError
 from flashd.kv.contiguous import ContiguousKV
+from flashd.memory.system import footprint_bytes
 from flashd.runtime.build import Runtime, build
 from flashd.runtime.sampling import SamplingParams
 from flashd.runtime.session import Session
@@ -220,9 +220,3 @@ def _middle(rows: tuple[SteadyRow, ...]) -> SteadyRow:
     row = sorted(rows, key=lambda row: row.ratio)[len(rows) // 2]
     spread = max(row.footprint_spread for row in rows)
     return replace(row, footprint_spread=spread, steady=row.ratio <= MAX_SLOWDOWN and spread <= MAX_SPREAD)
-
-
-def footprint_bytes() -> int:
-    """RssAnon + RssShmem of this process."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))

@@ -17,7 +17,7 @@ from flashd.models.layers import as_f32
 from flashd.predictor.base import Predictor
 from flashd.prefetch.dense import DenseFFN, SliceWeights
 from flashd.prefetch.stream import StreamingFFN
-from flashd.runtime.engine import PREFILL_CHUNK_TOKENS
+from flashd.runtime.accounting import PREFILL_CHUNK_TOKENS
 from flashd.store.base import WeightStore
 from flashd.store.open import load_resident, open_manifest, open_store
 from flashd.tools.calibrate.scratch import Scratch

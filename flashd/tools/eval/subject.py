@@ -15,7 +15,7 @@ from flashd.models.decoder import Decoder, Span
 from flashd.models.layers import as_f32
 from flashd.prefetch.dense import DenseFFN
 from flashd.prefetch.stream import StreamingFFN
-from flashd.runtime.engine import PREFILL_CHUNK_TOKENS
+from flashd.runtime.accounting import PREFILL_CHUNK_TOKENS
 from flashd.runtime.ffn import BuiltFFN, build_ffn
 from flashd.runtime.tokenizer import Tokenizer
 from flashd.store.metered import MeteredStore
@@ -105,7 +105,7 @@ async def opened(config: DaemonConfig) -> AsyncIterator[Subject]:
 
     Raises:
         BundleError, DiskReadError, TokenizerError: it cannot be used.
-        ConfigError: the budget is too small.
+        ConfigError: the memory is too small.
     """
     directory = config.model_dir
     manifest = open_manifest(directory)

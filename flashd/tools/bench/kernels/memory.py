@@ -12,12 +12,10 @@ import os
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 from flashd.disk.buffers import PAGE_BYTES, aligned_empty
 from flashd.errors import FlashdError
 from flashd.layout.geometry import round_up
-from flashd.tools import host
 from flashd.types import NUMPY_DTYPE, U8Array
 
 MIN_BYTES = 512 << 20
@@ -109,21 +107,6 @@ def arena_bytes(largest: int, quick: bool, l3: int | None, available: int) -> in
             "free some, or choose smaller cases with --verb, --dtype or --quick"
         )
     return nbytes
-
-
-def available_bytes() -> int:
-    """Memory that this process can have: the machine's, cut by the tightest cgroup."""
-    room = [psutil.virtual_memory().available]
-    try:
-        limits = host.memory_limits()
-    except (OSError, ValueError):
-        limits = []
-    held = psutil.Process().memory_info().rss
-    for group in limits:
-        limit = group.limit_bytes if group.limit_bytes is not None else group.high_bytes
-        # A group's usage counts the page cache, which would be given up: only what is held here is taken off.
-        room += [] if limit is None else [limit - held]
-    return max(0, min(room))
 
 
 def l3_bytes(root: Path = _ROOT) -> int | None:

@@ -20,6 +20,7 @@ import numpy as np
 
 from flashd import kernels
 from flashd.errors import ConfigError
+from flashd.memory.system import available_bytes
 from flashd.tools.bench.kernels import catalog
 from flashd.tools.bench.kernels.blas import blas_threads
 from flashd.tools.bench.kernels.cases import Case, normal
@@ -27,7 +28,6 @@ from flashd.tools.bench.kernels.memory import (
     L3_TIMES,
     Arena,
     arena_bytes,
-    available_bytes,
     cpu_model,
     l3_bytes,
 )

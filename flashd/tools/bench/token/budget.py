@@ -8,10 +8,7 @@ from pathlib import Path
 from flashd.errors import ConfigError
 from flashd.layout.manifest import Manifest
 from flashd.memory.budget import Demand, allocate, parse_budget
-from flashd.predictor.open import predictor_bytes
-from flashd.runtime.ffn import demand_of
-from flashd.store.open import resident_entries
-from flashd.store.predictors import read_calibration
+from flashd.runtime.accounting import bundle_demand, whole_bytes
 from flashd.tools.bench.token.modes import Mode, modes_named
 
 # About as much of the weights as the paper has in RAM.
@@ -28,7 +25,7 @@ def checked_budget(directory: Path, manifest: Manifest, modes: Sequence[Mode], b
     """
     if budget.strip().lower() == "auto":
         raise ConfigError("the budget is auto; give a share such as 50%, or a size such as 4GiB")
-    budget_bytes = parse_budget(budget, _whole_bytes(directory, manifest), 0)
+    budget_bytes = parse_budget(budget, whole_bytes(directory, manifest), 0)
     for mode in modes:
         if mode.resident:
             try:
@@ -45,26 +42,10 @@ def sensible_budget(directory: Path, manifest: Manifest) -> str:
         BundleError: the bundle's calibration is unusable.
     """
     least_bytes = max(_demand(directory, manifest, mode).least_bytes for mode in modes_named(None))
-    steps = -(-100 * least_bytes // (_STEP * _whole_bytes(directory, manifest)))
+    steps = -(-100 * least_bytes // (_STEP * whole_bytes(directory, manifest)))
     return f"{max(_SHARE, _STEP * (steps + 1))}%"
-
-
-def _whole_bytes(directory: Path, manifest: Manifest) -> int:
-    return _resident_bytes(directory) + manifest.ffn.n_layers * manifest.ffn.layer_bytes
-
-
-def _resident_bytes(directory: Path) -> int:
-    return sum(entry.nbytes for entry in resident_entries(directory).values())
 
 
 def _demand(directory: Path, manifest: Manifest, mode: Mode) -> Demand:
     """As ``build_ffn`` has it."""
-    calibration = read_calibration(directory, manifest) if mode.sparse else None
-    if calibration is None:
-        return demand_of(manifest.ffn, _resident_bytes(directory), [False] * manifest.ffn.n_layers)
-    return demand_of(
-        manifest.ffn,
-        _resident_bytes(directory) + predictor_bytes(calibration, manifest),
-        [layer.masked for layer in calibration.layers],
-        [layer.capacity_rows for layer in calibration.layers],
-    )
+    return bundle_demand(directory, manifest, "auto" if mode.sparse else "none")

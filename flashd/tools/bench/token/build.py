@@ -9,8 +9,11 @@ from typing import Any
 from flashd.config import DaemonConfig
 from flashd.disk.curve import load_curve
 from flashd.disk.probe import open_engine
+from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.manifest import BUNDLE, RESIDENT, Manifest
+from flashd.memory.budget import parse_budget
 from flashd.prefetch.stream import RING_BUFFERS, ring_slice_rows
+from flashd.runtime.accounting import as_share, whole_bytes
 from flashd.runtime.background import in_thread
 from flashd.runtime.build import Opened, Runtime, assemble, open_bundle
 from flashd.runtime.ffn import BuiltFFN
@@ -50,7 +53,7 @@ async def build_mode(task: Task) -> Built:
     mode, recorder = MODES[task.mode], Recorder()
     if not mode.resident:
         return await _naive(task, recorder)
-    config = _config(task, mode)
+    config = _config(task, mode, open_manifest(Path(task.directory)))
     opened = await open_bundle(config)
     if task.split:
         await opened.store.close()
@@ -68,13 +71,16 @@ async def build_mode(task: Task) -> Built:
     return Built(runtime, recorder, tuple(notes))
 
 
-def _config(task: Task, mode: Mode, budget: str | None = None) -> DaemonConfig:
+def _config(task: Task, mode: Mode, manifest: Manifest, budget_bytes: int | None = None) -> DaemonConfig:
     other: dict[str, Any] = {"eviction": task.eviction} if task.eviction else {}
+    all_bytes = whole_bytes(Path(task.directory), manifest)
+    if budget_bytes is None:
+        budget_bytes = parse_budget(task.budget, all_bytes, 0)
     return DaemonConfig(
         model=task.directory,
         **other,
         backend=task.backend,
-        budget=budget or task.budget,
+        memory=as_share(budget_bytes, all_bytes),
         predictor="auto" if mode.sparse else "none",
         prefetch="on" if mode.prefetch else "off",
         max_sessions=1,
@@ -110,8 +116,10 @@ async def _naive(task: Task, recorder: Recorder) -> Built:
     store = MeteredStore(NaiveStore(rows.inner, engine, image, recorder))
     resident_bytes = sum(tensor.nbytes for tensor in image.weights.values())
     rows_bytes = ring_slice_rows(manifest.ffn) * manifest.ffn.stride_bytes
-    # Not a byte for layers in RAM.
-    config = _config(task, MODES[task.mode], f"{resident_bytes + RING_BUFFERS * rows_bytes}")
+    # Not a byte for layers in RAM, but for a KV cache of any length.
+    kv_bytes = kv_bytes_per_token(manifest.model, "f16") * (task.prompt_tokens + task.generated)
+    budget_bytes = resident_bytes + RING_BUFFERS * rows_bytes + min(kv_bytes, manifest.ffn.layer_bytes - 1)
+    config = _config(task, MODES[task.mode], manifest, budget_bytes)
 
     def around(ffn: BuiltFFN) -> FFNSource:
         return NaiveFFN(ffn.source, ffn.source.stats, store, image)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from flashd.tools import host
+from flashd.memory import cgroups
 
 _NAME = "flashd-bench-"
 # Limit, and swap and memory together where that is counted, by version of the hierarchy.
@@ -29,7 +29,7 @@ def memory_group(limit_bytes: int) -> Iterator[tuple[Path | None, str]]:
     why = "this process is in no memory cgroup that can be seen"
     made = None
     try:
-        for version, mount, path in host.memory_cgroups():
+        for version, mount, path in cgroups.memory_cgroups():
             # In a container the path may not exist below the mount; the mount's root then is our cgroup.
             own = mount.joinpath(path.lstrip("/"))
             made, why = _make(version, own if own.is_dir() else mount, limit_bytes)

@@ -30,7 +30,7 @@ from flashd.tools.bench.token.report import TokenReport, TokenRow, token_rows
 from flashd.tools.bench.token.split import parts_of, split_copy
 
 # Beside the budget: interpreter and libraries, scratch of a prompt's chunk, and what the free run keeps.
-_PROCESS_BYTES = 256 << 20
+PROCESS_BYTES = 256 << 20
 _DENSE_WARMUP = 1
 
 # Told the phase, bytes done and bytes in all; or tasks done and tasks in all.
@@ -61,7 +61,9 @@ def bench_token(
     manifest = open_manifest(directory)
     modes, left_out = _modes(directory, manifest, options)
     budget_bytes = checked_budget(directory, manifest, modes, options.budget)
-    longest = options.prompt_tokens + max(_task(directory, options, mode, "", "").generated for mode in modes)
+    longest = options.prompt_tokens + max(
+        task_of(directory, options, mode, "", "").generated for mode in modes
+    )
     kv_bytes = kv_bytes_per_token(manifest.model, "f16") * longest
     samples: dict[str, list[Sample]] = {mode.name: [] for mode in modes}
     with ExitStack() as stack:
@@ -71,31 +73,31 @@ def bench_token(
             scratch = options.scratch or directory.resolve().parent
             split = str(stack.enter_context(split_copy(directory, manifest, scratch, preparing)))
         _warm(directory, preparing)
-        group, why = stack.enter_context(memory_group(budget_bytes + kv_bytes + _PROCESS_BYTES))
+        group, why = stack.enter_context(memory_group(budget_bytes + kv_bytes + PROCESS_BYTES))
         for turn in range(options.rounds * len(modes)):
             measuring(turn, options.rounds * len(modes))
             round_, place = divmod(turn, len(modes))
             mode = modes[(place + round_) % len(modes)]
-            task = _task(directory, options, mode, split, str(group or ""))
-            samples[mode.name].append(_measured(task))
+            task = task_of(directory, options, mode, split, str(group or ""))
+            samples[mode.name].append(run_task(task))
         measuring(options.rounds * len(modes), options.rounds * len(modes))
     rows = token_rows(samples, budget_bytes)
-    limit_mb = (budget_bytes + kv_bytes + _PROCESS_BYTES) / 1e6
+    limit_mb = (budget_bytes + kv_bytes + PROCESS_BYTES) / 1e6
     enforced = (
         f"by a cgroup of {limit_mb:.0f} MB: the budget, {kv_bytes / 1e6:.0f} MB of KV cache and "
-        f"{_PROCESS_BYTES / 1e6:.0f} MB for the process"
+        f"{PROCESS_BYTES / 1e6:.0f} MB for the process"
         if group
         else f"by construction, and compared with the peak of resident memory ({why})"
     )
     return TokenReport(
         rows=rows,
         directory=str(directory),
-        model=_model(directory, manifest),
+        model=model_title(directory, manifest),
         synthetic="synthetic" in manifest.provenance,
         budget=options.budget,
         budget_bytes=budget_bytes,
         enforced=enforced,
-        device=_device(directory),
+        device=device_facts(directory),
         prompt_tokens=options.prompt_tokens,
         tokens=options.tokens,
         dense_tokens=options.dense_tokens,
@@ -118,7 +120,7 @@ def _modes(directory: Path, manifest: Manifest, options: TokenOptions) -> tuple[
             raise ConfigError(f"{directory}: {text}")
         why.append(f"left out {text}")
         modes = [mode for mode in modes if mode not in concerned]
-    others = max(_task(directory, options, mode, "", "").generated for mode in modes)
+    others = max(task_of(directory, options, mode, "", "").generated for mode in modes)
     if options.prompt_tokens + others > manifest.model.max_context:
         raise ConfigError(
             f"{options.prompt_tokens} prompt tokens and {others} others are too many for a context of "
@@ -151,7 +153,16 @@ def _warm(directory: Path, preparing: ByteProgress) -> None:
     asyncio.run(warm(open_source(directory), preparing))
 
 
-def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group: str) -> Task:
+def task_of(directory: Path, options: TokenOptions, mode: Mode, split: str, group: str) -> Task:
+    """A mode for a process of its own.
+
+    Args:
+        directory: the bundle.
+        options: what to measure.
+        mode: the mode.
+        split: file of the split copy; empty without one.
+        group: memory cgroup; empty without one.
+    """
     tokens = options.tokens if mode.sparse else options.dense_tokens
     return Task(
         directory=str(directory.resolve()),
@@ -170,7 +181,13 @@ def _task(directory: Path, options: TokenOptions, mode: Mode, split: str, group:
     )
 
 
-def _measured(task: Task) -> Sample:
+def run_task(task: Task) -> Sample:
+    """Run a task in a process of its own.
+
+    Raises:
+        FlashdError: it failed; says what it said.
+        InternalError: it ended without a result.
+    """
     command = [sys.executable, "-m", "flashd.tools.bench.token.worker", json.dumps(asdict(task))]
     with child(command) as process:
         output, _ = process.communicate()
@@ -196,7 +213,8 @@ def _notes(samples: dict[str, list[Sample]], rows: list[TokenRow]) -> list[str]:
     return list(dict.fromkeys(notes))
 
 
-def _model(directory: Path, manifest: Manifest) -> str:
+def model_title(directory: Path, manifest: Manifest) -> str:
+    """A model for people: family, size and shape; says whether its weights are synthetic."""
     spec = manifest.model
     weights = sum(prod(entry.shape) for entry in resident_entries(directory).values())
     weights += manifest.ffn.n_layers * manifest.ffn.n_neurons * manifest.ffn.row_elements
@@ -207,7 +225,8 @@ def _model(directory: Path, manifest: Manifest) -> str:
     )
 
 
-def _device(directory: Path) -> dict[str, str]:
+def device_facts(directory: Path) -> dict[str, str]:
+    """Kernel, and where it is known file system and disk of a directory."""
     facts = {"kernel": host.kernel()}
     try:
         mount = host.mount_of(directory)

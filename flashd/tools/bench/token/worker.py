@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import uvloop
 
 from flashd.errors import FlashdError
+from flashd.memory.system import footprint_bytes, status_bytes
 from flashd.tools.bench.token.limit import join_group
 from flashd.tools.bench.token.options import Sample, Task
 
@@ -100,7 +101,7 @@ async def _measured(task: Task, built: Built, footprint: _Footprint) -> Sample:
         **measuring.bytes(),
         free_ms=1e3 * sum(free_s) / len(free_s) if free_s else 0.0,
         overlaps=tuple(measuring.overlaps),
-        peak_bytes=_status_bytes("VmHWM"),
+        peak_bytes=status_bytes("VmHWM"),
         footprint_bytes=footprint.peak_bytes,
         kv_bytes=kv_bytes_per_token(runtime.manifest.model, "f16") * (task.prompt_tokens + task.generated),
         budget_bytes=runtime.ffn.allocation.budget_bytes if runtime.ffn.allocation else 0,
@@ -252,22 +253,15 @@ class _Footprint:
     """
 
     def __init__(self) -> None:
-        self._base_bytes = _status_bytes("RssAnon", "RssShmem")
+        self._base_bytes = footprint_bytes()
         self.peak_bytes = 0
 
     async def watch(self) -> None:
         """Look again and again, until cancelled."""
         while True:
-            grown = _status_bytes("RssAnon", "RssShmem") - self._base_bytes
+            grown = footprint_bytes() - self._base_bytes
             self.peak_bytes = max(self.peak_bytes, grown)
             await asyncio.sleep(_WATCH_S)
-
-
-def _status_bytes(*names: str) -> int:
-    """Lines of ``/proc/self/status`` added up."""
-    wanted = tuple(f"{name}:" for name in names)
-    with open("/proc/self/status") as file:
-        return sum(int(line.split()[1]) << 10 for line in file if line.startswith(wanted))
 
 
 if __name__ == "__main__":
