@@ -57,5 +57,29 @@ def test_policies_and_orders_are_those_of_the_results() -> None:
         missing = [row["requested_rows"] * (1 - row["hit_ratio"]) for row in rows]
         assert missing == sorted(missing), "the default is what reads least"
         assert f"| {budget[:-1]} % | {' | '.join(f'{rows:.1f}' for rows in missing)} |" in document
+        before = found["frequency, split by k"]["rows"][0]
+        assert f"{before['requested_rows'] * (1 - before['hit_ratio']):.1f}" in document
     for name, cost in json.loads((RESULTS / "reorder-opt-relu-6m.json").read_text())["costs"].items():
         assert f"| {name} | {cost['reads']:.1f} | {cost['nbytes'] / 1e3:.1f} |" in document
+
+
+def test_pressure_and_plans_are_those_of_the_results() -> None:
+    document = (REPO / "docs" / "measurements.md").read_text()
+    for ramp, found in json.loads((RESULTS / "pressure-opt-1.3b.json").read_text()).items():
+        assert found["survived"]
+        assert not found["errors"]
+        cells = (
+            f"{ramp} MiB/s",
+            f"{found['answers']}",
+            f"{found['tokens']}",
+            f"{found['different']}",
+            f"{min(found['k'])} to {max(found['k'])}",
+            f"{found['lowest_available_bytes'] / 1e6:.0f} MB",
+            f"{found['footprint_peak_bytes'] / 1e6:.0f} MB",
+        )
+        assert f"| {' | '.join(cells)} |" in document
+    for name in ("opt-1.3b", "opt-125m"):
+        for row in json.loads((RESULTS / f"bench-window-{name}.json").read_text())["rows"]:
+            assert 0.75 < row["ratio"] < 1.25
+            times = f"{row['ms_per_token']:.1f} | {row['predicted_ms']:.1f} | {row['ratio']:.2f}"
+            assert f"| {name} | {row['budget']} | {row['k']} | {times} |" in document

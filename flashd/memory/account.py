@@ -32,17 +32,19 @@ class Beside:
         prompt_bytes: scratch of a prompt's chunk.
         kv_token_bytes: keys and values of a token.
         max_context: of the model, in tokens.
+        kv_tokens: KV cache that is set aside even while nothing runs.
     """
 
     base_bytes: int
     prompt_bytes: int
     kv_token_bytes: int
     max_context: int
+    kv_tokens: int = KV_BLOCK_TOKENS
 
     @property
     def least_kv_bytes(self) -> int:
         """KV cache that is set aside even while nothing runs."""
-        return min(KV_BLOCK_TOKENS, self.max_context) * self.kv_token_bytes
+        return min(self.kv_tokens, self.max_context) * self.kv_token_bytes
 
     @property
     def fixed_bytes(self) -> int:

@@ -10,7 +10,7 @@ from flashd.config import MAX_BATCH, DaemonConfig
 from flashd.errors import ConfigError
 from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.manifest import Manifest
-from flashd.memory.account import Beside, MemoryAccount
+from flashd.memory.account import KV_BLOCK_TOKENS, Beside, MemoryAccount
 from flashd.memory.budget import Demand, parse_budget
 from flashd.memory.governor import reserve_bytes
 from flashd.memory.system import Reading, SystemMemory
@@ -83,7 +83,9 @@ def bundle_demand(directory: Path, manifest: Manifest, predictor: str = "auto") 
     )
 
 
-def beside_of(manifest: Manifest, kv_dtype: str, base_bytes: int, *, masked: bool) -> Beside:
+def beside_of(
+    manifest: Manifest, kv_dtype: str, base_bytes: int, *, masked: bool, kv_tokens: int = KV_BLOCK_TOKENS
+) -> Beside:
     """Memory beside a bundle's weights.
 
     Args:
@@ -91,6 +93,7 @@ def beside_of(manifest: Manifest, kv_dtype: str, base_bytes: int, *, masked: boo
         kv_dtype: element type of the KV cache.
         base_bytes: what the process has without the model.
         masked: whether any layer has a mask, and the window its tables.
+        kv_tokens: KV cache that is set aside even while nothing runs.
     """
     spec, ffn = manifest.model, manifest.ffn
     tables = _TABLE_BYTES * ffn.n_layers * ffn.n_neurons if masked else 0
@@ -99,6 +102,7 @@ def beside_of(manifest: Manifest, kv_dtype: str, base_bytes: int, *, masked: boo
         prompt_bytes(spec),
         kv_bytes_per_token(spec, kv_dtype),
         spec.max_context,
+        kv_tokens,
     )
 
 

@@ -10,6 +10,7 @@ from flashd import kernels
 from flashd.config import DaemonConfig
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.manifest import TOKENIZER, Manifest
+from flashd.memory.account import KV_BLOCK_TOKENS
 from flashd.memory.system import SystemMemory
 from flashd.memory.wake import MemoryWake
 from flashd.models.decoder import Decoder
@@ -91,7 +92,10 @@ async def open_bundle(config: DaemonConfig) -> Opened:
 
 
 async def assemble(
-    config: DaemonConfig, opened: Opened, around: Callable[[BuiltFFN], FFNSource] | None = None
+    config: DaemonConfig,
+    opened: Opened,
+    around: Callable[[BuiltFFN], FFNSource] | None = None,
+    kv_tokens: int = KV_BLOCK_TOKENS,
 ) -> Runtime:
     """Wire a model that is open.
 
@@ -99,6 +103,7 @@ async def assemble(
         config: all settings.
         opened: its parts; the store is closed with the runtime, and if this fails.
         around: what the decoder shall use in the place of the FFN's source, made from it.
+        kv_tokens: KV cache that is set aside even while nothing runs; comes on top of a share of memory.
 
     Raises:
         BundleError, ConfigError: as ``build``.
@@ -108,7 +113,7 @@ async def assemble(
     lane = ComputeLane()
     spec = manifest.model
     try:
-        ffn = await build_ffn(config, manifest, weights, store, lane, opened.base_bytes)
+        ffn = await build_ffn(config, manifest, weights, store, lane, opened.base_bytes, kv_tokens)
     except BaseException:
         await store.close()
         lane.close()

@@ -14,7 +14,7 @@ from flashd.disk.slabs import SlabBuffer
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.calibration import Calibration, LayerCalibration
 from flashd.layout.manifest import Manifest
-from flashd.memory.account import MemoryAccount
+from flashd.memory.account import KV_BLOCK_TOKENS, MemoryAccount
 from flashd.memory.budget import Allocation, Demand, allocate
 from flashd.memory.eviction import make_policy
 from flashd.memory.pool import RowPool
@@ -92,6 +92,7 @@ async def build_ffn(
     store: MeteredStore,
     lane: ComputeLane,
     base_bytes: int | None = None,
+    kv_tokens: int = KV_BLOCK_TOKENS,
 ) -> BuiltFFN:
     """Load the predictor and what else stays in RAM.
 
@@ -102,6 +103,7 @@ async def build_ffn(
         store: where rows are.
         lane: where they are used.
         base_bytes: what the process had before anything of the model was loaded; None: look.
+        kv_tokens: KV cache that is set aside even while nothing runs.
 
     Raises:
         BundleError: the bundle's predictors are unusable.
@@ -129,7 +131,7 @@ async def build_ffn(
         base_bytes = max(0, reading.footprint_bytes - fixed_bytes)
     elif config.predictor == "oracle":
         base_bytes += predictor.nbytes
-    beside = beside_of(manifest, config.kv_dtype, base_bytes, masked=any(masked))
+    beside = beside_of(manifest, config.kv_dtype, base_bytes, masked=any(masked), kv_tokens=kv_tokens)
     account = open_account(config, demand, beside, all_bytes, reading)
     if isinstance(store.inner, InMemoryStore):
         return _in_memory(config, parts, predictor, store.inner, account)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,13 +13,15 @@ import numpy as np
 import pytest
 from support import serving
 
+from flashd.cli.base_process import base_bytes
 from flashd.config import DaemonConfig
-from flashd.memory.system import footprint_bytes
+from flashd.memory.system import SystemMemory, footprint_bytes
 from flashd.runtime.build import build
 from flashd.runtime.sampling import SamplingParams
 from flashd.testing.bundles import make_bundle, tiny_spec
 from flashd.testing.pressure import Options, daemon, run
 from flashd.tools.bench.token.limit import memory_group
+from flashd.tools.plan.subject import Subject
 from flashd.tools.synth.run import SynthOptions, synth
 
 MB = 1_000_000
@@ -75,6 +79,58 @@ def test_the_limit_of_an_outer_group_counts(medium: Path, tmp_path: Path) -> Non
                 if not (inner / "cgroup.procs").read_text():
                     break
             inner.rmdir()
+
+
+def peaks(bundle: Path, scratch: Path, memory: str, prompt: list[int]) -> tuple[int, int]:
+    """The most that a daemon takes of its own, and that its cgroup counts as anonymous, while it answers; 20
+    times a second."""
+    with memory_group(8 << 30) as (group, _):
+        assert group is not None
+        most, anonymous, over = 0, 0, threading.Event()
+        with daemon(bundle, scratch, memory, group) as (process, socket):
+
+            def watch() -> None:
+                nonlocal most, anonymous
+                while not over.wait(0.05):
+                    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+                    own = [
+                        int(line.split()[1]) << 10
+                        for line in lines
+                        if line.startswith(("RssAnon", "RssShmem"))
+                    ]
+                    most = max(most, sum(own))
+                    stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                    anonymous = max(anonymous, int(stat.get("rss", stat.get("anon", 0))))
+
+            thread = threading.Thread(target=watch)
+            thread.start()
+            with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket)), timeout=60) as client:
+                for length in (300, 30):
+                    body = {"prompt": prompt[:length], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+                    answer = client.post("http://flashd/v1/completions", json=body)
+                    assert answer.status_code == 200, answer.text
+            over.set()
+            thread.join()
+        for _ in range(100):
+            if not (group / "cgroup.procs").read_text():
+                break
+            time.sleep(0.05)
+    return most, anonymous
+
+
+@pytest.mark.slow
+def test_a_daemon_takes_what_was_planned(medium: Path, smollm2: Path, tmp_path: Path) -> None:
+    """Within 10 %: two models, one with masks and one without, three settings each."""
+    needs_groups()
+    for bundle, settings in ((medium, ("60%", "80%", "700MB")), (smollm2, ("50%", "90%", "auto"))):
+        for memory in settings:
+            config = DaemonConfig(model=str(bundle), memory=memory)
+            subject = Subject.open(config, base_bytes(config))
+            reading = SystemMemory().read()
+            account = subject.account(memory, reading)
+            planned = subject.parts(subject.allocation(account.weights_bytes(reading.at_s))).total
+            for found in peaks(bundle, tmp_path, memory, [4 + i % 90 for i in range(300)]):
+                assert 0.9 * planned < found < 1.1 * planned, (bundle.name, memory, planned, found)
 
 
 @pytest.mark.slow

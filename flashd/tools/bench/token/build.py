@@ -9,8 +9,8 @@ from typing import Any
 from flashd.config import DaemonConfig
 from flashd.disk.curve import load_curve
 from flashd.disk.probe import open_engine
-from flashd.kv.contiguous import kv_bytes_per_token
 from flashd.layout.manifest import BUNDLE, RESIDENT, Manifest
+from flashd.memory.account import KV_BLOCK_TOKENS
 from flashd.memory.budget import parse_budget
 from flashd.prefetch.stream import RING_BUFFERS, ring_slice_rows
 from flashd.runtime.accounting import as_share, whole_bytes
@@ -60,7 +60,7 @@ async def build_mode(task: Task) -> Built:
         opened.store = await _split_store(task, opened, recorder)
     else:
         _record(opened.store, recorder)
-    runtime = await assemble(config, opened)
+    runtime = await assemble(config, opened, kv_tokens=_kv_tokens(task))
     notes = []
     sparse = runtime.ffn.source.sparse
     if sparse is not None and not mode.window:
@@ -69,6 +69,11 @@ async def build_mode(task: Task) -> Built:
     if mode.sparse and sparse is None:
         notes.append("no layer of this bundle has a mask: calibrate it for sparse modes")
     return Built(runtime, recorder, tuple(notes))
+
+
+def _kv_tokens(task: Task) -> int:
+    """KV cache beside the budget."""
+    return max(KV_BLOCK_TOKENS, task.prompt_tokens + task.generated)
 
 
 def _config(task: Task, mode: Mode, manifest: Manifest, budget_bytes: int | None = None) -> DaemonConfig:
@@ -116,13 +121,12 @@ async def _naive(task: Task, recorder: Recorder) -> Built:
     store = MeteredStore(NaiveStore(rows.inner, engine, image, recorder))
     resident_bytes = sum(tensor.nbytes for tensor in image.weights.values())
     rows_bytes = ring_slice_rows(manifest.ffn) * manifest.ffn.stride_bytes
-    # Not a byte for layers in RAM, but for a KV cache of any length.
-    kv_bytes = kv_bytes_per_token(manifest.model, "f16") * (task.prompt_tokens + task.generated)
-    budget_bytes = resident_bytes + RING_BUFFERS * rows_bytes + min(kv_bytes, manifest.ffn.layer_bytes - 1)
-    config = _config(task, MODES[task.mode], manifest, budget_bytes)
+    # Not a byte for layers in RAM.
+    config = _config(task, MODES[task.mode], manifest, resident_bytes + RING_BUFFERS * rows_bytes)
 
     def around(ffn: BuiltFFN) -> FFNSource:
         return NaiveFFN(ffn.source, ffn.source.stats, store, image)
 
-    runtime = await assemble(config, Opened(manifest, image.weights, None, store), around)
+    opened = Opened(manifest, image.weights, None, store)
+    runtime = await assemble(config, opened, around, _kv_tokens(task))
     return Built(runtime, recorder, (f"resident file: {why}",) if why else ())
