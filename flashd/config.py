@@ -28,7 +28,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_BATCH = 16  # the kernels' limit: one step reads each weight once for so many sequences
 MAX_THREADS = 256  # of the kernels
 ENV_PREFIX = "FLASHD_"
-_MEMORY = re.compile(r"auto|\d+(\.\d+)? *(%|[kmgt]?i?b?)", re.IGNORECASE)
+_MEMORY = re.compile(r"auto|\d+(\.\d+)? *(%|[kmgt]?i?b?)", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ def check_memory(config: DaemonConfig, manifest: Manifest) -> int:
     demand = bundle_demand(directory, manifest, config.predictor)
     everything = whole_bytes(directory, manifest)
     if config.backend == "memory":
-        demand = Demand(manifest.ffn, everything, 0, [False] * manifest.ffn.n_layers)
+        predictors = demand.fixed_bytes - resident_bytes(directory)
+        demand = Demand(manifest.ffn, everything + predictors, 0, [False] * manifest.ffn.n_layers)
     reading = SystemMemory().read()
     beside = beside_of(manifest, config.kv_dtype, reading.footprint_bytes, masked=any(demand.masked))
     open_account(config, demand, beside, everything, reading)

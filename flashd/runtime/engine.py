@@ -73,6 +73,7 @@ class Engine:
         self.idle = asyncio.Event()  # set while nothing runs or waits
         self.idle.set()
         self._closing = False
+        self._moved_s = perf_counter()  # when the last step ended
         # Awaited while nothing is computed, with the phase of the step that begins: for who measures.
         self.before_step: Callable[[str], Awaitable[None]] | None = None
 
@@ -192,12 +193,24 @@ class Engine:
     def _goes_on(self, session: Session) -> bool:
         """Whether there is memory for a sequence's next token; where there is none, it waits for others."""
         memory = self._memory
-        if memory is not None and session.wanted_tokens > session.granted_tokens:
-            if not memory.grants(self._running, session):
-                return session.cancelled
+        if memory is None or session.wanted_tokens <= session.granted_tokens or session.cancelled:
+            return True
+        # Where there is less memory than when it was promised, the oldest that waits goes on all the same.
+        oldest = next(one for one in self._running if one.wanted_tokens > one.granted_tokens)
+        if memory.grants(self._running, session) or (
+            session is oldest and memory.fits(self._running, session)
+        ):
             session.granted_tokens = session.wanted_tokens
             self._gauges()
-        return True
+            return True
+        if session is oldest and self._patience_is_over(session):
+            session.fail(memory.no_room(memory.kv_bytes(session.wanted_tokens)))
+        return False
+
+    def _patience_is_over(self, session: Session) -> bool:
+        """Whether for too long nothing has gone on, for want of memory."""
+        since_s = max(self._moved_s, session.timing.submitted_s)
+        return perf_counter() - since_s > ADMISSION_PATIENCE_S
 
     async def _for_memory(self) -> None:
         """Nothing can go on before there is more memory, or somebody leaves."""
@@ -212,7 +225,7 @@ class Engine:
         if memory is None or memory.grants(self._running, session):
             session.granted_tokens = session.wanted_tokens
             return True
-        if not self._running and perf_counter() - session.timing.submitted_s > ADMISSION_PATIENCE_S:
+        if not self._running and self._patience_is_over(session):
             self._waiting.remove(session)
             session.fail(memory.no_room(memory.kv_bytes(session.promised_tokens)))
             self._finish(session)
@@ -243,6 +256,7 @@ class Engine:
             log.exception("requests %s failed", [s.id for s in sessions])
             self._fail(sessions, InternalError(f"internal error: {exc!r}; see the daemon's log"))
             return
+        self._moved_s = perf_counter()
         self._clock.observe(self.stats.costs[phase], start)
         if self._memory is not None:
             self._memory.step_s = perf_counter() - start.wall / 1e9
@@ -293,5 +307,6 @@ class Engine:
         self.stats.waiting = len(self._waiting)
         self.stats.kv_bytes = sum(s.kv.nbytes for s in self._running if s.kv is not None)
         if self._memory is not None:
-            paused = bool(self._waiting) and len(self._running) < self._max_sessions
+            held = any(s.wanted_tokens > s.granted_tokens for s in self._running)
+            paused = held or (bool(self._waiting) and len(self._running) < self._max_sessions)
             self._memory.count(self._running, paused=paused)

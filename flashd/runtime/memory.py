@@ -167,6 +167,11 @@ class MemoryKeeper:
         most = self.account.most_kv_bytes() // max(1, self.account.beside.kv_token_bytes)
         return context if context <= most else most // 2
 
+    def fits(self, sessions: Sequence[HasKV], session: HasKV) -> bool:
+        """Whether there is room for what a running sequence wants now, whatever others may come to need."""
+        granted = sum(one.granted_tokens for one in sessions if one is not session)
+        return self.kv_bytes(granted + session.wanted_tokens) <= self.account.most_kv_bytes()
+
     def grants(self, sessions: Sequence[HasKV], session: HasKV) -> bool:
         """Whether a sequence, one of those that run or one more, can have what it wants now so that all can
         still come to their end."""

@@ -309,6 +309,50 @@ async def test_answers_without_a_limit_share_what_there_is(tmp_path: Path) -> No
         assert runtime.memory.stats.kv_promised_bytes == 0
 
 
+async def test_an_answer_goes_on_with_less_than_it_was_promised_and_hangs_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory gets short while an answer without a limit runs: it gets its next block as long as that fits;
+    where it doesn't, it waits, and is ended with an error when nothing has gone on for too long."""
+    monkeypatch.setattr("flashd.runtime.engine.ADMISSION_PATIENCE_S", 0.4)
+    bundle = make_bundle(tmp_path, tiny_spec("opt", d_ffn=200, max_context=1500))
+    token_bytes = kv_bytes_per_token(bundle.manifest.model, "f32")
+    async with serving(bundle, predictor="oracle") as (runtime, machine):
+        machine.look()
+        first = ask(runtime, [1, 2], None)
+        pieces = first.pieces()
+        await anext(pieces)
+        assert first.limit == 1499
+        least = runtime.memory.account.demand.least_bytes
+        machine.leave_for_weights(least + (2 * KV_BLOCK_TOKENS + 8 - KV_BLOCK_TOKENS) * token_bytes)
+        machine.look()
+        waiting = ask(runtime, [3, 4], 5)
+        with pytest.raises(RequestError, match="has no room now") as ended:
+            async for _ in pieces:
+                pass
+        assert ended.value.status == 429
+        assert len(first.generated) + 2 > 2 * KV_BLOCK_TOKENS - 3
+        assert len((await finish(waiting))[0]) == 5
+        assert not runtime.memory.stats.admission_paused
+        # What is back in time lets it go on.
+        monkeypatch.setattr("flashd.runtime.engine.ADMISSION_PATIENCE_S", 30.0)
+        machine.others_bytes = 0
+        machine.look()
+        again = ask(runtime, [1, 2], None)
+        pieces = again.pieces()
+        await anext(pieces)
+        machine.leave_for_weights(least)
+        machine.look()
+        while not runtime.memory.stats.admission_paused:  # noqa: ASYNC110 - nobody tells
+            await asyncio.sleep(0.01)
+        machine.others_bytes = 0
+        machine.look()
+        async for _ in pieces:
+            pass
+        assert len(again.generated) == 1499
+        assert again.generated[: len(first.generated)] == first.generated
+
+
 async def test_too_little_is_refused_and_what_is_advised_works(bundles: dict[str, MadeBundle]) -> None:
     directory = str(bundles["relu"].directory)
     for memory in ("1%", "1MB"):

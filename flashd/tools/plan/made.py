@@ -9,7 +9,7 @@ from math import prod
 import numpy as np
 
 from flashd import kernels
-from flashd.disk.buffers import aligned_empty
+from flashd.disk.buffers import HUGE_PAGE_BYTES, aligned_empty
 from flashd.layout.safetensors_header import TensorEntry
 from flashd.predictor.base import Predictor
 from flashd.types import (
@@ -31,8 +31,8 @@ _SPREAD = 0.05
 
 
 def filled(nbytes: int, dtype: DType) -> U8Array:
-    """Memory in huge pages, as weights have it, full of normally distributed numbers."""
-    memory = aligned_empty(nbytes, huge_pages=True)
+    """Memory full of normally distributed numbers; in huge pages, as weights have it, where it fills any."""
+    memory = aligned_empty(nbytes, huge_pages=nbytes >= HUGE_PAGE_BYTES)
     fill(memory, dtype)
     return memory
 

@@ -14,6 +14,7 @@ import uvloop
 
 from flashd import kernels
 from flashd.config import DaemonConfig
+from flashd.errors import ConfigError
 from flashd.kernels.lane import ComputeLane
 from flashd.layout.calibration import Calibration
 from flashd.layout.manifest import Manifest
@@ -33,6 +34,7 @@ _MOST_BYTES = 512 << 20
 # Of what is available: others need memory, too.
 _SHARE = 4
 _HEAD_BYTES = 64 << 20
+_LEAST_AVAILABLE_BYTES = 256 << 20
 _LEAST_WORDS = 1024
 _STEPS_S = 0.5
 # Turns of computing alone, reading alone and both: whatever else the machine is busy with meets all.
@@ -132,10 +134,16 @@ def _spec(manifest: Manifest, wanted: Wanted) -> ModelSpec:
     attention = 2 * spec.d_model * (spec.n_heads + spec.n_kv_heads) * spec.d_head * width
     rows = ffn.n_neurons if wanted.masks is None else wanted.masks.requested
     layer_bytes = attention + rows * ffn.stride_bytes
-    room = min(_MOST_BYTES, available_bytes() // _SHARE)
+    available = available_bytes()
+    if available < _LEAST_AVAILABLE_BYTES:
+        raise ConfigError(
+            f"a plan measures with up to {_LEAST_AVAILABLE_BYTES >> 20} MiB of memory, and only "
+            f"{available >> 20} MiB can be had here; free some, raise the limit, or plan elsewhere"
+        )
+    room = min(_MOST_BYTES, available // _SHARE)
     enough = _L3_TIMES * (l3_bytes() or _UNKNOWN_L3_BYTES)
     n_layers = max(2, min(-(-enough // layer_bytes), room // layer_bytes))
-    words = max(_LEAST_WORDS, _HEAD_BYTES // (spec.d_embed * width))
+    words = max(_LEAST_WORDS, min(_HEAD_BYTES, room) // (spec.d_embed * width))
     return replace(
         spec,
         n_layers=min(n_layers, spec.n_layers),

@@ -80,7 +80,8 @@ class Subject:
         demand = bundle_demand(directory, manifest, config.predictor)
         masked, everything = list(demand.masked), whole_bytes(directory, manifest)
         if config.backend == "memory":
-            demand = Demand(manifest.ffn, everything, 0, [False] * manifest.ffn.n_layers)
+            predictors = demand.fixed_bytes - resident_bytes(directory)
+            demand = Demand(manifest.ffn, everything + predictors, 0, [False] * manifest.ffn.n_layers)
         curve = load_curve(directory / BUNDLE) if manifest.store == "file" else None
         subject = cls(
             config=config,
