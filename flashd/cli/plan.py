@@ -79,7 +79,12 @@ def print_plan(report: PlanReport) -> None:
         )
     else:
         paragraph(chosen.problem)
-    print_rows([chosen, *report.rows])
+    print_rows([chosen, *(row for row in report.rows if row.memory != chosen.memory)])
+    paragraph(
+        "K: tokens in a row whose neurons stay in RAM. WINDOW: share of the neurons that it holds. LAYERS: "
+        "those without a mask that are in RAM whole. IN RAM: neurons found there. WAIT, UPKEEP, COMPUTE and "
+        "OVERHEAD are ms and add up; FLASH runs beside them."
+    )
     for row in report.rows:
         if row.problem:
             paragraph(f"{row.memory}: {row.problem}")
@@ -93,7 +98,7 @@ def print_plan(report: PlanReport) -> None:
 def print_rows(rows: Sequence[PlanRow]) -> None:
     """A line for each budget that is enough."""
     headers = (
-        "--memory", "PEAK MB", "K", "WINDOW", "LAYERS", "IN RAM", "MB/TOKEN", "FLASH", "WAIT", "MEMORY",
+        "--memory", "PEAK MB", "K", "WINDOW", "LAYERS", "IN RAM", "MB/TOKEN", "FLASH", "WAIT", "UPKEEP",
         "COMPUTE", "OVERHEAD", "MS/TOKEN",
     )  # fmt: skip
     table(

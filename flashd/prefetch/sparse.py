@@ -34,7 +34,7 @@ from flashd.types import Activation, F32Array, I64Array
 # Guessed rows in flight, all layers together: a read that is needed now waits behind them for at most as
 # long as the device takes for its queue, but they take its bandwidth.
 PREFETCH_BYTES = 16 << 20
-# Rows to read at once, at least, when a layer does not fit: others give up theirs for so many.
+# Rows to read at once, at least, when a layer does not fit: others give up theirs.
 MIN_ROUND_ROWS = 32
 # A layer that would take more rounds is streamed.
 STARVED_ROUNDS = 4
@@ -122,31 +122,34 @@ class SparseFFN:
     ) -> Callable[[], F32Array]:
         """See ``LaneFFNSource.apply_on_lane``; for layers with a mask and up to ``MAX_BATCH`` tokens."""
         work = self._begin(layer, x, loop)
-        if not isinstance(work, Work):
-            raise ValueError(f"{len(work)} tokens on the lane, at most {MAX_BATCH}; a prompt needs the loop")
-        return partial(self._finish, work)
+        if isinstance(work, Work):
+            return partial(self._finish, work)
+        raise ValueError(f"{len(work)} tokens on the lane, at most {MAX_BATCH}; a prompt needs the loop")
 
     async def close(self) -> None:
         """Wait for reads in flight."""
         await self.reads.drain()
 
-    # What follows runs on the lane.
+    def count_rows(self) -> None:
+        """Bring the statistics up to date; on the lane, as all that follows."""
+        pool = self.window.pool
+        self.stats.evicted, self.stats.window_rows = self.window.evicted, pool.n_rows - pool.n_free
 
     def starved(self, layer: int) -> bool:
-        """Whether there are so few rows that it is better to stream the layer: with the same result."""
+        """Whether there are so few rows that it is better to stream the layer."""
         return self._requested[layer] > STARVED_ROUNDS * self.window.pool.n_rows
 
     def _begin(
         self, layer: int, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop, streams: bool = False
     ) -> Work | F32Array:
-        """A layer up to the dot products of what comes last; or the input of a prompt, or of a layer that is
-        streamed, where it may be."""
+        """A layer up to the dot products of what comes last; or the input of one that is to be streamed."""
         began_ns = time.perf_counter_ns()
         made = x()
         if self.between_layers is not None:
             self.between_layers()
         if len(made) > MAX_BATCH or (streams and self.starved(layer)):
             self._settle()
+            self.count_rows()
             return made
         made = np.ascontiguousarray(made, np.float32)
         if layer == self._first:
@@ -184,8 +187,7 @@ class SparseFFN:
         self._guess(layer, x, loop)
 
     def begin_step(self, x: Callable[[], F32Array], loop: asyncio.AbstractEventLoop) -> None:
-        """See ``LaneFFNSource.begin_step``. No layer looks ahead at the first one: its own predictor guesses
-        from its input without its attention, as long as that pays."""
+        """See ``LaneFFNSource.begin_step``: the first layer's own predictor guesses, as long as that pays."""
         if 0 in self._masked and self.benefit.wants(0):
             self._settle()
             self._read_ahead(0, self._predictor.first_guess(x()), loop)
@@ -202,8 +204,7 @@ class SparseFFN:
             return
         with self._lane.memory_work():
             window, pool = self.window, self.window.pool
-            # Only rows that are free now: a guess evicts nothing, and leaves half of what is free to reads
-            # that are needed.
+            # Only rows that are free now: a guess evicts nothing, and leaves half of them to others.
             in_flight = sum(len(read.ids) for read in self.reads.open if read.prefetch)
             room = min(self._prefetch_rows - in_flight, pool.n_free // 2)
             if room <= 0:
@@ -233,7 +234,7 @@ class SparseFFN:
         if layer == self._first:
             if stats.passes % BALANCE_STEPS == 0:
                 window.balance()
-            stats.evicted, stats.window_rows = window.evicted, window.pool.n_rows - window.pool.n_free
+            self.count_rows()
             stats.prefetch_layers = self.benefit.layers if self.benefit.active else 0
         self._requested[layer] = len(ids)
         self.benefit.observe(layer, self._guessed[layer], from_guess)
@@ -260,8 +261,7 @@ class SparseFFN:
         if work.stop < count:
             parts = Split(*(places[places < work.stop] for places in vars(parts).values()))
             self.stats.extra_rounds += 1
-        # Whatever of this layer is in flight may bring a row of this round; and a round without any
-        # row waits for whatever will free one.
+        # What is in flight of this layer may bring a row; a round without any waits for what frees one.
         stuck = work.stop == work.start < count
         work.waits = [
             read for read in self.reads.open if stuck or (len(parts.coming) and read.layer == layer)

@@ -25,7 +25,7 @@ log = logging.getLogger("flashd.memory")
 # Prompt chunks have fixed boundaries: how a prompt was computed depends on nothing but itself.
 PREFILL_CHUNK_TOKENS = 256
 # What serving adds to a process that has loaded its model: requests, answers, what the allocator keeps.
-SERVING_BYTES = 16 << 20
+SERVING_BYTES = 8 << 20
 # Tables of the window for each neuron of the model: its row, its step, its count, the row's owner ...
 _TABLE_BYTES = 34
 _MB = 1e6

@@ -75,6 +75,7 @@ class ElasticRows:
                     self._memory.resize(nbytes)
             except (FlashdError, ValueError) as exc:
                 log.warning("the window keeps its memory: %s", exc)
+            self._sparse.count_rows()
 
 
 class ElasticLayers:

@@ -228,6 +228,13 @@ async def _from_flash(
     if dense:
         layers = ElasticLayers(source, parts.store, lambda loaded: _resident(parts, loaded, waits), kept)
     _log(config, parts, predictor, allocation, len(streamed))
+    log.info(
+        "memory limit %.1f MB: %.1f MB for the process, a prompt and KV caches of %d tokens; longer ones "
+        "take from the window",
+        min(account.limit_bytes, 1 << 50) / 1e6,
+        account.beside.fixed_bytes / 1e6,
+        account.beside.kv_tokens,
+    )
     if parts.store.reason:
         buffers = stream.why_unregistered or "registered with the kernel"
         window_pages = memory.why_unregistered or "registered with the kernel" if memory else "none"

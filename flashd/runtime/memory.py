@@ -92,6 +92,7 @@ class MemoryKeeper:
         self.on_change: Callable[[], None] | None = None
         self.step_s = 0.0  # how long the last step took
         self._settled = True
+        self._last_way = ""
         self._show()
 
     async def run(self) -> None:
@@ -231,7 +232,11 @@ class MemoryKeeper:
         self.stats.changes[way, decision.reason] += 1
         if before.k != after.k:
             self.stats.k_changes += 1
-        log.info(
+        # Growing takes many small steps.
+        told = before.k != after.k or way != self._last_way
+        self._last_way = way
+        log.log(
+            logging.INFO if told else logging.DEBUG,
             "window %s: k=%d->%d rows=%d->%d dense_layers=%d->%d reason=%s available_mb=%.0f source=%s "
             "stalled=%s footprint_mb=%.0f limit_mb=%.0f reserve_mb=%.0f weights_mb=%.0f->%.0f kv_mb=%.0f",
             way,

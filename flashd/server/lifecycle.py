@@ -30,6 +30,8 @@ log = logging.getLogger("flashd.server")
 
 # What is left of two seconds after the default drain, for streams to close and reads to settle.
 _CLOSE_S = 0.7
+# What ends the daemon.
+_ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 class _HttpServer(uvicorn.Server):
@@ -66,7 +68,11 @@ def serve(config: DaemonConfig, on_ready: Callable[[dict[str, Any]], None]) -> N
         listener = owned.enter_context(contextlib.closing(Listener(config.socket_path, record)))
         owned.enter_context(contextlib.closing(Registration(config.socket_path)))
         log.info("flashd %s starting, pid %d", __version__, os.getpid())
-        uvloop.run(_Daemon(config, listener, record, on_ready).run())
+        # An exception out of a handler would hit the event loop while it is being made.
+        early: list[int] = []
+        for number in _ENDING:
+            signal.signal(number, lambda number, _: early.append(number))
+        uvloop.run(_Daemon(config, listener, record, on_ready, early).run())
     log.info("stopped")
 
 
@@ -86,6 +92,7 @@ class _Daemon:
     listener: Listener
     record: dict[str, Any]
     on_ready: Callable[[dict[str, Any]], None]
+    early: list[int]  # signals that came before the loop
 
     async def run(self) -> None:
         """Load, serve until a signal, and end in order."""
@@ -157,8 +164,10 @@ class _Daemon:
             (force if stop.is_set() else stop).set()
 
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        for number in _ENDING:
             loop.add_signal_handler(number, received)
+        if self.early:
+            received()
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, signal.SIG_IGN)
         return stop, force

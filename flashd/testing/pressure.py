@@ -310,16 +310,33 @@ def _leave(group: Path) -> None:
         time.sleep(0.05)
 
 
+_HELP = {
+    "share": "the group's limit, of the bundle's size",
+    "ramp_mb_per_s": "how fast the neighbour takes memory, MiB/s",
+    "top_share": "how much it takes, of the limit",
+    "hold_s": "seconds that it keeps that",
+    "rest_s": "seconds that it then has nothing",
+    "seconds": "in all",
+    "clients": "that ask at the same time",
+    "max_tokens": "of an answer",
+    "memory": "the daemon's --memory",
+}
+
+
 def main() -> None:
     """Print a report, ``--json`` as JSON; exit code 1 if anything was lost."""
     parser = argparse.ArgumentParser(prog="python -m flashd.testing.pressure", description=__doc__)
     parser.add_argument("bundle", type=Path)
     for item in fields(Options)[1:]:
         flag = f"--{item.name.replace('_', '-')}"
-        parser.add_argument(flag, type=type(item.default), default=item.default)
+        parser.add_argument(
+            flag, type=type(item.default), default=item.default, help=f"{_HELP[item.name]} [%(default)s]"
+        )
     parser.add_argument("--json", action="store_true")
     given = vars(parser.parse_args())
     as_json = given.pop("json")
+    if not (given["bundle"] / "manifest.json").is_file():
+        parser.error(f"{given['bundle']}: no bundle; make one with flashd synth --like opt-1.3b DIR")
     report = run(Options(**given))
     if as_json:
         print(json.dumps({**asdict(report), "survived": report.survived}, indent=1))

@@ -145,8 +145,8 @@ def test_a_signal_while_loading_ends_the_daemon(smollm2: Path, tmp_path: Path) -
     socket_path = tmp_path / "flashd" / "flashd.sock"
     wait_until(socket_path.exists, what="socket")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=3)
-    assert process.returncode == 0
+    _, stderr = process.communicate(timeout=3)
+    assert process.returncode == 0, stderr.decode()
     assert not socket_path.exists()
 
 

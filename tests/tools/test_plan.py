@@ -182,7 +182,7 @@ def test_more_than_the_machine_has_is_said(bundle, monkeypatch):
     assert beside["80%"] < 90_000_000
     monkeypatch.setattr(SystemMemory, "read", read)
     report = plan(
-        DaemonConfig(model=str(bundle), memory="80%"), BASE + 15_000_000, budgets_percent=SHARES,
+        DaemonConfig(model=str(bundle), memory="80%"), BASE + 25_000_000, budgets_percent=SHARES,
         measure=lambda subject, context: FACTS,
     )  # fmt: skip
     assert [bool(row.problem) for row in report.rows] == [True] * 5

@@ -68,7 +68,7 @@ def plan(
     if busy > _OTHER_CPUS:
         report.notes.append(
             f"other programs kept {busy:.1f} CPUs busy while this was measured: the times are slower than "
-            "those of an idle machine"
+            "those of an idle machine, and what is advised may be wrong"
         )
     return report
 
