@@ -1,1 +1,1 @@
-"""Which neurons' rows are in RAM, and where. Pure tables: no I/O, no kernels, no threads."""
+"""Which neurons' rows are in RAM, and where; how much memory there is, and what it is promised to."""

@@ -193,7 +193,7 @@ def _under_pressure(
     with _client(socket) as client:
         while any(thread.is_alive() for thread in others):
             _sample(report, client)
-            time.sleep(1.0)
+            time.sleep(1.0)  # samples are of every second
         _sample(report, client)
     stop.set()
     watching.join()
@@ -227,7 +227,7 @@ def _ask(
                 tokens = _answer(client, body)
             except (RuntimeError, httpx.HTTPError) as exc:
                 report.errors.append(str(exc) or type(exc).__name__)
-                time.sleep(0.5)
+                time.sleep(0.5)  # a client that was refused comes back, but not at once
                 continue
             questions[number, count] = body, tokens
             report.answers += 1

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -152,11 +153,10 @@ Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
 """
 
 
-def run_in(folder: Path, code: str) -> dict[str, object]:
+def run_in(folder: Path, code: str) -> Any:
     command = [sys.executable, "-c", IN_GROUP + code, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    result: dict[str, object] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def test_a_real_group_on_a_large_machine(group: Path, tmp_path: Path) -> None:
@@ -181,10 +181,10 @@ print(json.dumps([before.__dict__, after.__dict__, less.__dict__]))
 """,
     )
     before, after, less = found
-    assert before["source"] == "/" + str(group).partition("/memory/")[2] or group.name in before["source"]  # type: ignore[index]  # JSON
-    assert before["limit_bytes"] == 64 * MB  # type: ignore[index]  # JSON
-    assert abs(before["available_bytes"] - after["available_bytes"]) < 12 * MB  # type: ignore[index]  # JSON
-    assert 15 * MB < after["available_bytes"] - less["available_bytes"] < 30 * MB  # type: ignore[index]  # JSON
+    assert before["source"].endswith(group.name)
+    assert before["limit_bytes"] == 64 * MB
+    assert abs(before["available_bytes"] - after["available_bytes"]) < 12 * MB
+    assert 15 * MB < after["available_bytes"] - less["available_bytes"] < 30 * MB
 
 
 def test_the_kernel_says_when_a_group_gets_full(group: Path) -> None:
@@ -196,12 +196,12 @@ from flashd.memory.wake import MemoryWake
 async def main():
     told, watch = asyncio.Event(), MemoryWake()
     watch.start(told.set)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.2)  # nothing is told before there is something to tell
     early = told.is_set()
     held = []
     for _ in range(54):
         held.append(b"x" * (1 << 20))
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)  # for the loop to hear of it
         if told.is_set():
             break
     watch.stop()
